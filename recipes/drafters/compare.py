@@ -101,7 +101,7 @@ class DrafterStudy(adaptation.Study):
             settings = [f"model.path={start}"]
         else:
             settings = [f"model.path={self.args.model}", "adapt.drafter=eagle3", f"eagle3.start={start}"]
-        settings += [f"draft.depths={self.args.gamma}", "draft.min_lr=0", "adapt.context_weight=0"]
+        settings += [f"draft.depths={self.args.gamma}", "draft.min_lr=0"]
         settings.append(f"run.save_every={self.args.steps // 2}")
         return self.run(name, *settings, *objective, seed=seed, steps=steps, evaluate=self.evaluation())
 

@@ -48,7 +48,7 @@ class PpowStudy(adaptation.Study):
     ) -> Path:
         """One arm from the warm-up."""
         overrides = [f"model.path={start / 'model'}", f"draft.lr={lr}", "draft.min_lr=0"]
-        overrides += ["adapt.context_weight=0", *ARMS[objective]]
+        overrides += ARMS[objective]
         if objective.startswith("ppow"):
             overrides.append("draft.objective=ppow")
         name = f"{stage}/{objective}_lr{lr:g}_seed{seed}"

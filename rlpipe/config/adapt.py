@@ -48,9 +48,10 @@ class AdaptConfig:
     """Share of the steps in which the learning rate rises linearly; it is constant afterwards (Bebop §6.1:
     0.03)."""
 
-    context_weight: float = 0.3
+    context_weight: float = 0.0
     """Weight, 0..1, of tokens that the model did not write (prompt, tool output); those it wrote have weight
-    1. A draft that never saw the former fails as soon as a model continues without a prompt."""
+    1. Engines draft only what the model writes, and 0 trains for that. Text of others biases hard labels, and
+    objectives that are exact only for the model's own tokens refuse it."""
 
     in_domain: list[str] = field(default_factory=list)
     """In-domain held-out sets: an environment (`swe`: all its held-out sets), one set of it

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.choice import Choice
-from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting, DraftObjective
+from rlpipe.config.draft_objectives import EXACT_ON_OWN_TOKENS, SUPERVISED, AnchorWeighting, DraftObjective
 from rlpipe.config.limits import at_least, learning_rates
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.models.checkpoint import has_mtp
@@ -39,7 +39,7 @@ class DraftConfig:
     own depth, the last one for those beyond it too."""
 
     interval: int = 1
-    """Co-train in every n-th optimizer step only."""
+    """Co-train in every n-th optimizer step only; 1 in mtp_adapt."""
 
     lr: float = 1e-4
     """Learning rate of the draft, over its own updates."""
@@ -81,6 +81,19 @@ class DraftConfig:
     def supervised(self) -> DraftObjective:
         """The objective of the teacher-forced statistics."""
         return DraftObjective.E2E_TV if self.windows else self.objective
+
+    @property
+    def own_tokens_only(self) -> dict[str, str]:
+        """The settings that are exact only for tokens that the target sampled, with a remedy for each.
+
+        In RL the policy sampled all tokens that are trained on; under staleness it was an earlier one.
+        """
+        found = {}
+        if self.objective in EXACT_ON_OWN_TOKENS:
+            found[f"draft.objective={self.objective}"] = "draft.objective=e2e_tv"
+        if self.anchors is AnchorWeighting.VISIT and not self.windows:
+            found["draft.anchors=visit"] = "draft.anchors=uniform"
+        return found
 
 
 def read_train(value: str) -> DraftTrain:

@@ -23,6 +23,9 @@ class DraftObjective(Choice):
 SUPERVISED = [name for name in DraftObjective if name is not DraftObjective.PPOW]
 """Objectives that learn from a fixed text."""
 
+EXACT_ON_OWN_TOKENS = (DraftObjective.E2E_CHAIN, DraftObjective.E2E_BLOCK, DraftObjective.VERIFY_STEPS)
+"""Objectives on a fixed text that are acceptance exactly if the target sampled the text, else biased."""
+
 
 class AnchorWeighting(Choice):
     """How much each anchor (position where a verify step may start) counts."""

@@ -14,6 +14,10 @@ that accepts j drafts emits j + 1 tokens, so the next one starts at t + j + 1:
 and sum_t visit(t) is the expected number of verify steps (notes/mtp_objectives). Its gradient comes from
 the value function V(t) = 1 + sum_j P_t(j) V(t + j + 1): d steps / d P_t(j) = visit(t) V(t + j + 1).
 
+None of this holds for text that another source wrote (prompts, tool output, another model): a_i averages to
+another number there, so training refuses such text (`rlpipe.preflight.settings`). Under staleness the tokens
+are of an earlier policy, and what is computed is off by as much as the two policies differ.
+
 All functions take accept [B, T, K], the a_i of depth 1..K at anchor t, and mask [B, T, K]; an anchor is
 active where depth 1 is unmasked, a masked depth ends the chain, steps never cross into another turn. Cost:
 two small operations per position, in float64, no synchronisation.

@@ -411,6 +411,28 @@ def check_adapt(config: Config) -> None:
             f"trainer.pp*trainer.dp={config.trainer.world_size}: set each to 1."
         )
 
+    # Some losses are exact for what the target samples, and biased by the text of others.
+    for setting, remedy in config.draft.own_tokens_only.items():
+        if config.adapt.data:
+            raise ValueError(
+                f"{setting} is exact only for tokens that the model sampled, and adapt.data="
+                f"{config.adapt.data!r} was written by others: set adapt.data='' (the model's own rollouts), "
+                f"or {remedy}."
+            )
+        if config.adapt.context_weight:
+            raise ValueError(
+                f"{setting} is exact only for tokens that the model sampled, and adapt.context_weight="
+                f"{config.adapt.context_weight} also trains on prompts and tool output: set "
+                f"adapt.context_weight=0, or {remedy}."
+            )
+
+    # Every step of adaptation trains the draft.
+    if config.draft.interval != 1:
+        raise ValueError(
+            f"draft.interval={config.draft.interval} with task=mtp_adapt: the interval is that of training "
+            "during RL, and every step of adaptation trains the draft. Set draft.interval=1."
+        )
+
     # The learning rate of adaptation is constant after a share of the steps; `draft` has the one of RL.
     for name, value, unused in (
         ("warmup_steps", config.draft.warmup_steps, 0),

@@ -164,6 +164,9 @@ algo.advantage=grppo | Use one of
 algo.policy_loss=vanila | Use one of
 pipeline.stale=keep algo.correction=none | set algo.correction
 run.half=train | set run.dump=FOLDER
+task=mtp_adapt draft.objective=e2e_chain adapt.data=x.jsonl | the model's own rollouts
+task=mtp_adapt draft.anchors=visit adapt.context_weight=0.3 | draft.anchors=uniform
+task=mtp_adapt draft.interval=2 | Set draft.interval=1
 spec.mode=greedy | set both to 0
 spec.mode=none draft.train=online | draft.train=off
 spec.mode=none spec.adaptive=true | use spec.mode=rejection

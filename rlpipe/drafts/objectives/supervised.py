@@ -50,7 +50,11 @@ class Supervised:
 
 
 def hard_ce(rows: Rows) -> Tensor:
-    """Compute the cross-entropy against the realised token, -log q(x): [N, K]."""
+    """Compute the cross-entropy against the realised token, -log q(x): [N, K].
+
+    For tokens of the target an unbiased estimate of soft cross-entropy, the paper's "CE" (`kl`); for text of
+    others it teaches that text.
+    """
     return -rows.draft_logprob
 
 

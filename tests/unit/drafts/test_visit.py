@@ -177,3 +177,9 @@ def test_estimators_from_target_samples_are_exact_and_the_product_of_overlaps_is
     assert expected("e2e_block") == pytest.approx(block.item(), abs=1e-12)
     assert expected("e2e_block") > expected("e2e_chain")
     assert abs(expected("e2e_tv") / chain.item() - 1) > 1e-3
+
+    # On text that another source wrote neither is acceptance, so training refuses such text.
+    others = Process.random(vocab, gamma, seed=7, sharpness=1.5).rows(x, gamma)
+    law = others.gather(-1, x[..., None])[..., 0].prod(1)
+    assert abs(expected("e2e_chain") / chain.item() - 1) > 0.05
+    assert abs(expected("e2e_block") / block.item() - 1) > 0.05
