@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rlpipe.batching.micro_batch import PackedBatch
     from rlpipe.drafts.loss.stats import MtpStats
-    from rlpipe.trainer.draft import Table
+    from rlpipe.drafts.tables import Table
     from rlpipe.trainer.megatron import MegatronTrainer
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from rlpipe.weights.payload import WeightPayload
 
 if TYPE_CHECKING:
     from rlpipe.drafts.loss.stats import MtpStats
-    from rlpipe.trainer.draft import Table
+    from rlpipe.drafts.tables import Table
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.offer import BroadcastResult, Member, Rendezvous
 

@@ -20,6 +20,7 @@ from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.probe import COLUMNS, ProbeTable
 from rlpipe.drafts.kinds import DRAFTERS
+from rlpipe.drafts.tables import Table, as_candidates, guesses_of, lookup_table
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Value, stats
 from rlpipe.trainer.runtime import open_address
@@ -45,6 +46,7 @@ class TrainerWorker:
         # Only for its columns; the trainer has another one with the state.
         self._rule = make_rule(config.algo)
         self._draft: DraftTrainer | None = None  # on the first rank, which has the full batch
+        self._read_draft: DraftTrainer | None = None  # for the probe, the same if it is co-trained
         self._draft_learns = config.cotrains_draft
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
@@ -60,10 +62,7 @@ class TrainerWorker:
 
         # A standalone draft has one trainer, on the rank that holds the full batch.
         if self._config.cotrains_draft and self._rank == 0:
-            spec = self._config.spec
-            make_draft_trainer = DRAFTERS[spec.drafter].make_trainer
-            assert make_draft_trainer is not None, spec.drafter
-            self._draft = make_draft_trainer(self._config, spec.draft_path, train_alongside=train_alongside)
+            self._draft = self._make_draft_trainer()
 
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
@@ -133,10 +132,9 @@ class TrainerWorker:
 
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """Compare target and draft at every context of these trajectories; see `diagnosis.probe`."""
-        tables = self._trainer.draft_tables(self._pack(trajectories, None))
+        tables, depths = self._tables(trajectories)
 
         # A trajectory without contexts gets an empty table.
-        depths = self._config.draft.depths
         nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, depths)) for name in COLUMNS}
         return [
             ProbeTable(trajectory_id=t.trajectory_id, positions=positions, values=values)
@@ -144,6 +142,47 @@ class TrainerWorker:
                 (t, table or nowhere) for t, table in zip(trajectories, tables, strict=True)
             )
         ]
+
+    def _tables(self, trajectories: list[Trajectory]) -> tuple[list[Table | None], int]:
+        """Return a table per trajectory and its depths; of a separate draft on the first rank only."""
+        spec, depths = self._config.spec, self._config.draft.depths
+        if not spec.needs_model:
+            return self._lookup_tables(trajectories), spec.gamma
+        if not spec.needs_draft:
+            return self._trainer.draft_tables(self._pack(trajectories, None)), depths
+
+        # Every rank takes part in gathering the weights; only the first has the draft.
+        weights = self._trainer.export_weights()
+        if self._rank or weights is None:
+            return [None] * len(trajectories), depths
+        if self._read_draft is None:
+            self._read_draft = self._draft or self._make_draft_trainer()
+        self._read_draft.follow(weights)
+        return self._read_draft.draft_tables(self._pack(trajectories, None, share_prefixes=False)), depths
+
+    def _lookup_tables(self, trajectories: list[Trajectory]) -> list[Table | None]:
+        """Look up what the drafter guesses in the texts, and have the target score it."""
+        spec = self._config.spec
+        drafter = DRAFTERS[spec.drafter].guess
+        assert drafter is not None, spec.drafter
+
+        found = [
+            guesses_of(t, lambda tokens, count: drafter(tokens, count, spec), spec.gamma)
+            for t in trajectories
+        ]
+        asked = [as_candidates(t, *guesses) for t, guesses in zip(trajectories, found, strict=True)]
+        scores = self._trainer.candidate_scores(self._pack(asked, None, candidates=True))
+        return [
+            None if score is None else lookup_table(t, *guesses, entropies=score[0], logprobs=score[1])
+            for t, guesses, score in zip(trajectories, found, scores, strict=True)
+        ]
+
+    def _make_draft_trainer(self) -> DraftTrainer:
+        """Make the trainer of a draft with a directory of its own."""
+        spec = self._config.spec
+        make_trainer = DRAFTERS[spec.drafter].make_trainer
+        assert make_trainer is not None, spec.drafter
+        return make_trainer(self._config, spec.draft_path, train_alongside=train_alongside)
 
     def _pack(
         self, trajectories: list[Trajectory], advantages: list[np.ndarray] | None, **options: Any

@@ -13,7 +13,8 @@ class ProbeConfig:
     """Contexts that the trainer reads repeatedly with its newest target and draft."""
 
     every: int = 5
-    """Steps between two readings; 0: never. Only runs that draft with an MTP layer are probed."""
+    """Steps between two readings; 0: never. A draft with a directory of its own (eagle3) reads a copy of the
+    model, in the rollouts' dtype, that the first rank of the trainer then keeps."""
 
     contexts: int = 256
     """Positions of the fixed set, and as many of the step's own rollouts in addition, in full trajectories

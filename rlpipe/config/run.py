@@ -25,7 +25,7 @@ from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.run_mode import RunMode
 from rlpipe.config.sglang import WeightTransfer
-from rlpipe.config.spec import SpecConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.config.trainer import TrainerConfig
 
 
@@ -218,6 +218,16 @@ class Config:
     def cotrains_draft(self) -> bool:
         """Whether a draft model with a separate trainer is co-trained with the policy."""
         return self.task is Task.RL and self.draft.online and self.spec.needs_draft
+
+    @property
+    def probes_draft(self) -> bool:
+        """Whether the trainer can compare target and draft on fixed contexts (`metrics.probe`).
+
+        Not at temperature 0, where acceptance is no probability, and not where a decoupled actor has a draft
+        with a directory of its own: its target would be the actor.
+        """
+        drafts = self.spec.mode is not SpecMode.NONE and self.rollout.temperature > 0
+        return drafts and not (self.spec.needs_draft and self.decoupled.active)
 
     @property
     def broadcasts_weights(self) -> bool:

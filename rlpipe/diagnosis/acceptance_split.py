@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import hypot, isfinite, sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,9 @@ from rlpipe.diagnosis.decomposition import ENTROPY, RATE, Decomposition
 from rlpipe.diagnosis.fixed_contexts import decompose_between, pool, rule_of
 from rlpipe.diagnosis.probe import ProbeTable, read_probes
 from rlpipe.diagnosis.regression import (
+    change_between,
     cross_section,
     detrended,
-    error_of_mean,
     instrumented_slope,
     robust_slope,
 )
@@ -48,6 +48,7 @@ SECOND_ENTROPY = "actor/entropy"  # the trainer's, of the same tokens
 MAX_EARLY, MIN_EARLY, MIN_WINDOW = 20, 6, 3
 PARTS = ("total", "entropy", "mismatch", "staleness", "contexts")
 OVERALL = 0  # in place of a depth
+MAX_NOISE = 0.1  # of an entropy against its variation: flattens a slope by one percent
 
 
 def early_steps(planned: int) -> int:
@@ -154,8 +155,7 @@ class AcceptanceSplit:
     def at(self, depth: int, step: float = float("inf")) -> Split | None:
         """Split the change up to a step. None in the early phase, and where there is no slope at all."""
         rows = np.array([row for row in self._rows.get(depth, []) if row[0] <= step]).reshape(-1, 4)
-        first = rows[: self.early]
-        late = rows[max(self.early, len(rows) - self.window) :]
+        first, late = rows[: self.early], rows[max(self.early, len(rows) - self.window) :]
         if len(first) < self.early or len(late) < MIN_WINDOW:
             return None
         slopes = self._slopes(depth, first)
@@ -276,16 +276,19 @@ def of_run(run: RunData) -> AcceptanceSplit:
 
 
 def _slope_between(first: np.ndarray) -> Interval | None:
-    """Return the slope between the early steps; None where their entropy does not vary.
+    """Return the slope between the early steps; None where it has no bounds.
 
-    A second measurement of the entropy keeps noise in the first from flattening the slope, where it bounds
-    one; a robust slope takes the entropy as it is.
+    A second measurement of the entropy keeps noise in the first from flattening the slope. Where it bounds
+    none, a robust slope takes the entropy as it is, but not if the measurements differ: that one is flat.
     """
     rate, entropy, second = first[:, 1], first[:, 2], first[:, 3]
     if np.isfinite(second).all():
         slope = instrumented_slope(rate, entropy, second, early=len(first), level=LEVEL)
         if isfinite(slope.low) and isfinite(slope.high):
             return slope
+        noise, variation = (float(np.std(detrended(x))) for x in (entropy - second, entropy))
+        if noise > MAX_NOISE * variation:
+            return None
     try:
         return robust_slope(entropy, rate, level=LEVEL).interval
     except ValueError:
@@ -322,12 +325,9 @@ def _parts(
 
 
 def _change(first: np.ndarray, late: np.ndarray, slope: float) -> Interval:
-    """Return the change of acceptance minus slope times entropy; errors are about a line in each span."""
+    """Return the change of acceptance minus slope times entropy between two spans of rows."""
     spans = [span[:, 1] - slope * span[:, 2] for span in (first, late)]
-    se = hypot(*(error_of_mean(detrended(span), fitted=2) for span in spans))
-    half_width = t_quantile((1 + LEVEL) / 2, len(first) + len(late) - 4) * se
-    value = float(spans[1].mean() - spans[0].mean())
-    return Interval(value, value - half_width, value + half_width)
+    return change_between(*spans, level=LEVEL)
 
 
 def _late(

@@ -21,6 +21,7 @@ RECENT = 10  # records that a figure is a mean of
 MARGIN = 0.03  # relative gain that is worth a sentence
 UNTRAINED_RATE = 0.03  # acceptance; identity projections reach 0.01, a fit without training above 0.3
 UNTRAINED_STEPS = 500  # verify steps before a layer is called untrained
+LOOKUP_HINT = "a lookup learns nothing, so use a draft that does (docs/drafters.md)"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Setup:
     mode, gamma, adaptive: of `spec`.
     depths: of `draft`.
     mtp: drafts come from the checkpoint's MTP layer.
+    lookup: drafts are looked up, and nothing can be trained.
     online: the draft is trained during the run.
     max_staleness, filter_equal_rewards, filter_limit: of `pipeline`.
     workers, max_new_tokens, max_context: of `rollout`.
@@ -43,6 +45,7 @@ class Setup:
     adaptive: bool
     depths: int
     mtp: bool
+    lookup: bool
     online: bool
     max_staleness: int
     filter_equal_rewards: bool
@@ -68,6 +71,7 @@ class Setup:
             adaptive=config["spec"]["adaptive"],
             depths=config["draft"]["depths"],
             mtp=str(config["spec"]["drafter"]) == "mtp",
+            lookup=str(config["spec"]["drafter"]) == "suffix",
             online=str(config["draft"]["train"])
             in ("online", "ppow"),  # ppow: of runs before draft.objective
             max_staleness=config["pipeline"]["max_staleness"],
@@ -218,6 +222,8 @@ def stale_draft(setup: Setup, records: Records) -> str | None:
     hint = (
         "raise draft.lr" if setup.online else "set draft.train=online, or adapt it again (recipe mtp_adapt)"
     )
+    if setup.lookup:
+        hint = LOOKUP_HINT
     return (
         f"the draft no longer fits its target: acceptance on fixed contexts moved by {change:+.1%}, "
         f"{unexplained:+.1%} of it not by entropy: {hint}"

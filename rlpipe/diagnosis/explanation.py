@@ -15,7 +15,7 @@ from math import sqrt
 import numpy as np
 
 from rlpipe.diagnosis.acceptance_split import OVERALL, AcceptanceSplit, Split, of_run
-from rlpipe.diagnosis.advice import Setup
+from rlpipe.diagnosis.advice import LOOKUP_HINT, Setup
 from rlpipe.diagnosis.problems import Finding
 from rlpipe.diagnosis.regression import autocorrelation, detrended
 from rlpipe.metrics.runs import RunData
@@ -191,7 +191,8 @@ def _hint(name: str, setup: Setup, worth: str) -> str:
         f"training does not keep up{worth}",
         "contexts": f"adapt the draft on what the policy now visits (recipe mtp_adapt){worth}",
     }
-    return hints[name]
+    learned = name in ("draft_stale", "draft_training", "contexts")
+    return LOOKUP_HINT if setup.lookup and learned else hints[name]
 
 
 def _staleness_hint(setup: Setup) -> str:

@@ -42,13 +42,13 @@ class Monitor:
     def __init__(self, config: Config, run_dir: Path, event: Callable[..., None]) -> None:
         settings, spec = config.metrics, config.spec
         self._config = config
-        drafts = spec.needs_mtp and config.rollout.temperature > 0
         recorder = Recorder(event)
         self._rollouts = RolloutFiles(run_dir, settings.rollouts_per_step, recorder)
         self._probe: Probe | None = None
-        if drafts:
+        if config.probes_draft:
             self._probe = Probe(settings.probe, run_dir, last_step=config.run.steps, recorder=recorder)
-        self._rule = CHAIN_RULES.get(spec.mode)
+        # Drafts that are looked up are certain, and verified as those of target-only.
+        self._rule = CHAIN_RULES.get(spec.mode) if spec.needs_model else "target_only"
         self._run_dir, self._split = run_dir, self._new_split(config)
         self._online = config.draft.online
 

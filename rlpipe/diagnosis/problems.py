@@ -14,10 +14,10 @@ import numpy as np
 
 from rlpipe.diagnosis.held_out import held_out_sets
 from rlpipe.diagnosis.regression import contrast, thirds
-from rlpipe.diagnosis.two_slopes import MIN_STEPS
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
+MIN_STEPS = 24  # of a metric, for its change
 ENDS = 10  # steps that "at first" and "at the end" are means of
 REWARD = "critic/rewards/mean"
 LOST = (

@@ -240,10 +240,41 @@ def contrast(series: np.ndarray, weights: np.ndarray, *, level: float = 0.95) ->
     """
     n = len(series)
     correlation, variance = _residual_noise(series)
-    error = sqrt(variance * float(weights @ _lag_correlations(n, correlation) @ weights))
+    error = sqrt(variance * _correlated_power(weights[:, None], correlation))
 
     effective_df = max(3.0, n * (1 - correlation) / (1 + correlation) - 1)
     half_width, value = t_quantile((1 + level) / 2, effective_df) * error, float(weights @ series)
+    return Interval(value, value - half_width, value + half_width)
+
+
+def change_between(first: np.ndarray, last: np.ndarray, *, level: float) -> Interval:
+    """Estimate the mean of one span of a series minus that of an earlier one, whatever lies between them.
+
+    Errors are about a line in each span. Their correlation is that of both together, corrected for the lines
+    and raised by a standard error, as in `contrast`.
+
+    Args:
+        first, last: [m], [n] in order of time, three values or more.
+        level: of the interval.
+    """
+    residuals = detrended(first), detrended(last)
+    n, lines = len(first) + len(last), 4  # two parameters a span
+    power = float(sum(r @ r for r in residuals))
+    correlation = 0.0
+    if power > 1e-24:
+        measured = float(sum(r[1:] @ r[:-1] for r in residuals)) / power
+        unbiased = (measured + lines / n) / (1 - min(0.5, 2 * lines / n))
+        raised = unbiased + sqrt(max(0.0, 1 - min(1.0, unbiased**2)) / n)
+        correlation = min(MAX_RESIDUAL_CORRELATION, max(0.0, raised))
+
+    # A correlated series varies less about its line than an independent one.
+    fitted = sum(_correlated_power(_polynomials(len(r), 1), correlation) for r in residuals)
+    variance = power / max(1.0, n - fitted)
+    of_means = sum(_correlated_power(np.full((len(r), 1), 1 / len(r)), correlation) for r in residuals)
+
+    effective_df = max(3.0, n * (1 - correlation) / (1 + correlation) - lines)
+    half_width = t_quantile((1 + level) / 2, effective_df) * sqrt(variance * of_means)
+    value = float(last.mean() - first.mean())
     return Interval(value, value - half_width, value + half_width)
 
 
@@ -271,13 +302,22 @@ def _residual_noise(series: np.ndarray) -> tuple[float, float]:
         raised = unbiased + sqrt(max(0.0, 1 - min(1.0, unbiased**2)) / n)
         correlation = min(MAX_RESIDUAL_CORRELATION, max(0.0, raised))
 
-    lags = _lag_correlations(n, correlation)
-    return correlation, power / (n - float(np.sum(basis * (lags @ basis))))
+    return correlation, power / (n - _correlated_power(basis, correlation))
 
 
 def _lag_correlations(n: int, correlation: float) -> np.ndarray:
     """[n, n] correlations of an AR(1) series."""
     return correlation ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
+
+
+def _correlated_power(columns: np.ndarray, correlation: float) -> float:
+    """Sum w'Rw over columns w [n, m], R the correlations of an AR(1) series, in n log n operations."""
+    n = len(columns)
+    spectrum = np.fft.rfft(columns, 2 * n, axis=0)
+    lagged = np.fft.irfft(np.abs(spectrum) ** 2, 2 * n, axis=0)[:n].sum(1)  # sum_t w_t w_{t+k}, by lag k
+    weights = 2 * correlation ** np.arange(n)
+    weights[0] = 1
+    return float(weights @ lagged)
 
 
 def _polynomials(n: int, degree: int) -> np.ndarray:

@@ -25,26 +25,42 @@ from functools import reduce
 from math import isfinite
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rlpipe.batching.draft_layout import draft_batch
+from rlpipe.batching.draft_layout import DraftBatch, draft_batch
 from rlpipe.batching.micro_batch import MicroBatch, PackedBatch, as_rows
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
+from rlpipe.drafts.loss.rows import Backend, Rows, first_choices, measure, resolve_backend
 from rlpipe.drafts.loss.stats import no_stats
 from rlpipe.drafts.protocols import Target, TrainableDraft
+from rlpipe.drafts.tables import Table, context_tables
 from rlpipe.drafts.windows.eagle3 import Pair
 from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 
 LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, at least one turn
+
+
+class Aligned(NamedTuple):
+    """Draft and target over a micro-batch, aligned.
+
+    batch: its layout. states: of the draft at all anchors [M, K, H]. hidden: of the target there [M, H].
+    anchors: [R, L] into both, of the R turns. targets: tokens and mask of each depth.
+    """
+
+    batch: DraftBatch
+    states: torch.Tensor
+    hidden: torch.Tensor
+    anchors: torch.Tensor
+    targets: DepthTargets
 
 
 class DraftTrainer:
@@ -119,6 +135,15 @@ class DraftTrainer:
         """Measure the draft, teacher-forced, without training it."""
         sums = [self._loss(micro_batch, batch.temperature)[1] for micro_batch in _micro_batches(batch)]
         return reduce(add, sums, no_stats(self._settings.depths, self._device))
+
+    @torch.no_grad()
+    def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
+        """Tabulate draft and target at every context of every packed trajectory (None: it has none)."""
+        tables: dict[int, Table] = {}
+        for micro_batch in _micro_batches(batch):
+            if (aligned := self._aligned(micro_batch)) is not None:
+                tables |= self._tables(aligned, micro_batch.rows, batch.temperature)
+        return [tables.get(row) for row in range(len(batch.lengths))]
 
     def save(self, directory: str | Path) -> None:
         """Write everything a resumed run needs; the directory appears when it is complete."""
@@ -195,9 +220,24 @@ class DraftTrainer:
     def _loss(self, micro_batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
         """Compute the numerator of the loss of a micro-batch, and statistics."""
         depths = self._settings.depths
+        aligned = self._aligned(micro_batch)
+        if aligned is None:
+            return torch.zeros((), device=self._device), no_stats(depths, self._device)
+
+        numerators: list[torch.Tensor] = []
+        sums: list[MtpStats] = []
+        for part in self._parts(aligned):
+            loss, stats = self._turns(part, aligned, temperature)
+            numerators.append(loss)
+            sums.append(stats)
+        return reduce(add, numerators), reduce(add, sums)
+
+    def _aligned(self, micro_batch: MicroBatch) -> Aligned | None:
+        """Run target and draft over a micro-batch; None when no token is drafted."""
+        depths = self._settings.depths
         batch = draft_batch(micro_batch, depths)
         if batch is None:
-            return torch.zeros((), device=self._device), no_stats(depths, self._device)
+            return None
 
         rows, indices = as_rows(batch.branches, micro_batch.tokens[batch.places])
         lengths = np.array([branch.length for branch in batch.branches])
@@ -208,51 +248,70 @@ class DraftTrainer:
             states = self._draft.unroll(features, self._target.embedding[self._move(ahead)].float())
         states = torch.stack([state.flatten(0, 1) for state in states], 1)
 
-        anchors = self._move(indices[batch.anchors])  # [R, L] into the rows' flat view
-        targets = depth_targets(self._move(batch.tokens), self._move(batch.sampled), depths)
+        return Aligned(
+            batch=batch,
+            states=states,
+            hidden=hidden,
+            anchors=self._move(indices[batch.anchors]),
+            targets=depth_targets(self._move(batch.tokens), self._move(batch.sampled), depths),
+        )
 
-        # As many turns at once as their logits may take.
-        count, length = anchors.shape
-        size = states.element_size() * depths * length * self._draft.shape.vocab
+    def _parts(self, aligned: Aligned) -> Iterator[slice]:
+        """Yield as many turns at once as their logits may take."""
+        (count, length), states = aligned.anchors.shape, aligned.states
+        size = states.element_size() * self._settings.depths * length * self._draft.shape.vocab
         step = max(1, LOGIT_BYTES[self._device.type] // size)
-        numerators: list[torch.Tensor] = []
-        sums: list[MtpStats] = []
-        for first in range(0, count, step):
-            part = slice(first, min(count, first + step))
-            loss, stats = self._turns(
-                part, states, hidden, anchors=anchors, targets=targets, temperature=temperature
-            )
-            numerators.append(loss)
-            sums.append(stats)
-        return reduce(add, numerators), reduce(add, sums)
+        return (slice(first, min(count, first + step)) for first in range(0, count, step))
 
-    def _turns(
-        self,
-        part: slice,
-        states: torch.Tensor,
-        hidden: torch.Tensor,
-        *,
-        anchors: torch.Tensor,
-        targets: DepthTargets,
-        temperature: float,
-    ) -> tuple[torch.Tensor, MtpStats]:
+    def _logits(
+        self, states: torch.Tensor, hidden: torch.Tensor, indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute logits of draft and target [n, K, V] at anchors `indices`; states: theirs, [n, K, H]."""
+        depths = self._settings.depths
+        with self._autocast():
+            draft = self._draft.logits(states)
+        backbone = self._target.logits(hidden[indices])
+
+        # Depth k at an anchor is compared with the target k anchors on; beyond the turn it is masked.
+        padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
+        shared = padded.unfold(0, len(indices), 1)[:depths].permute(2, 0, 1)
+        return draft.float(), shared.float()
+
+    def _tables(self, aligned: Aligned, owner_rows: np.ndarray, temperature: float) -> dict[int, Table]:
+        """Return `context_tables` of a micro-batch."""
+        targets, anchors = aligned.targets, aligned.anchors
+        rows = Rows.zeros(targets.mask, torch.float32)
+        choices = torch.zeros(2, *targets.mask.shape, device=self._device)
+        for part in self._parts(aligned):
+            indices, flat = anchors[part].flatten(), _flat(part, anchors.shape[1])
+            draft, target = self._logits(aligned.states[indices], aligned.hidden, indices)
+            mask = targets.mask[flat]
+            measured = measure(
+                draft,
+                target,
+                mask,
+                tokens=targets.tokens[flat],
+                temperature=temperature,
+                group=None,
+                backend=resolve_backend(Backend.AUTO, draft),
+                keep_bits=False,
+            )
+            rows.put(flat, measured.rows)
+            choices[:, flat] = first_choices(draft, target, measured, temperature, None) * mask
+        return context_tables(rows, choices, batch=aligned.batch, mask=targets.mask, owner_rows=owner_rows)
+
+    def _turns(self, part: slice, aligned: Aligned, temperature: float) -> tuple[torch.Tensor, MtpStats]:
         """Compute loss and statistics of some turns; their logits are freed when this returns."""
-        length, depths = anchors.shape[1], self._settings.depths
-        indices, flat = anchors[part].flatten(), slice(part.start * length, part.stop * length)
+        targets, hidden = aligned.targets, aligned.hidden
+        indices, flat = aligned.anchors[part].flatten(), _flat(part, aligned.anchors.shape[1])
         collected: list[MtpStats] = []
 
         def run(states: torch.Tensor) -> torch.Tensor:
-            with self._autocast():
-                draft = self._draft.logits(states)
-            backbone = self._target.logits(hidden[indices])
-
-            # Depth k at an anchor is compared with the target k anchors on; beyond the turn it is masked.
-            padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
-            shared = padded.unfold(0, len(indices), 1)[:depths].permute(2, 0, 1)
+            draft, target = self._logits(states, hidden, indices)
             loss, stats = mtp_loss(
                 self._settings.supervised,
-                draft.float(),
-                shared.float(),
+                draft,
+                target,
                 mask=targets.mask[flat],
                 tokens=targets.tokens[flat],
                 anchors=self._settings.anchors,
@@ -263,7 +322,7 @@ class DraftTrainer:
             collected.append(stats)
             return loss
 
-        chosen = states[indices]
+        chosen = aligned.states[indices]
         loss = (
             checkpoint(run, chosen, use_reentrant=False, preserve_rng_state=False)
             if chosen.requires_grad
@@ -297,6 +356,11 @@ class DraftTrainer:
 
     def _move(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _flat(part: slice, length: int) -> slice:
+    """Return the tokens of some turns, of `length` each, in their flat view."""
+    return slice(part.start * length, part.stop * length)
 
 
 def _micro_batches(batch: PackedBatch) -> Iterator[MicroBatch]:

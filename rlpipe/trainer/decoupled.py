@@ -34,10 +34,11 @@ from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.passes import Predictions
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch.distributed as dist
 
+    from rlpipe.drafts.tables import Table
     from rlpipe.trainer.checkpoint import Saving, SavingHf
-    from rlpipe.trainer.draft import Table
 
 METRIC_NAMES = {  # metric of the actor's trainer -> the name it is reported under; mtp/* is not renamed
     "actor/pg_loss": "decoupled/pg_loss",
@@ -161,6 +162,10 @@ class DecoupledTrainer:
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
         """Return the actor's `MegatronTrainer.draft_tables`: its draft serves the rollouts."""
         return self.actor.draft_tables(batch)
+
+    def candidate_scores(self, batch: PackedBatch) -> list[tuple[np.ndarray, np.ndarray] | None]:
+        """Return the actor's `MegatronTrainer.candidate_scores`: it generates the rollouts."""
+        return self.actor.candidate_scores(batch)
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """Return the actor's `MegatronTrainer.export_weights`: the engines serve it."""

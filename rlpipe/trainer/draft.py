@@ -31,7 +31,7 @@ from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.linear import linear_draft_rows, linear_mtp_loss
 from rlpipe.drafts.loss.stats import no_stats
 from rlpipe.drafts.megatron_draft import draft_hidden_states
-from rlpipe.drafts.visit import accept_probabilities
+from rlpipe.drafts.tables import Table, context_tables
 from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.trainer.layers import BranchLayout
@@ -42,16 +42,6 @@ from rlpipe.trainer.runtime import Runtime, pipeline_group
 
 T = TypeVar("T")
 DraftStats: TypeAlias = MtpStats | PpowTotals
-Table = tuple[np.ndarray, dict[str, np.ndarray]]  # positions [n], statistics [n, K] by name, nan where masked
-TABLE_ROWS = {  # name in a table -> field of Rows
-    "rejection": "alpha",
-    "target_entropy": "target_entropy",
-    "draft_entropy": "draft_entropy",
-    "kl": "kl",
-    "reverse_kl": "reverse_kl",
-    "target_above": "target_above",
-    "draft_above": "draft_above",
-}
 MULTIPLE = 32  # as the batcher's: kernels prepared for a number of rows are reused
 
 
@@ -264,17 +254,14 @@ class DraftPasses:
     def _tables(
         self, policy: PolicyModel, micro_batch: MicroBatch, hidden: torch.Tensor, *, temperature: float
     ) -> dict[int, Table]:
-        """Tabulate draft and target at every context of a micro-batch, by row of `micro_batch.rows`.
-
-        A context is a position from which depth 1 drafts a token; arrays are in order of the tokens.
-        """
+        """Return `context_tables` of a micro-batch."""
         aligned = self._aligned(policy, micro_batch, hidden)
         if aligned is None:
             return {}
 
         batch, targets = aligned.batch, aligned.targets
         group = policy.pg_collection.tp
-        rows, target_only, top = linear_draft_rows(
+        rows, choices = linear_draft_rows(
             aligned.states,
             aligned.backbone,
             head_weight=policy.head_weight,
@@ -286,24 +273,7 @@ class DraftPasses:
             draft_ids=policy.local_draft_ids,
         )
 
-        # One column per depth for each statistic, nan where no token is drafted.
-        accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
-        columns = {"target_only": target_only, "top": top, "accept": accept}
-        columns |= {name: getattr(rows, field) for name, field in TABLE_ROWS.items()}
-        mask = targets.mask.cpu().numpy()
-        values = {
-            name: np.where(mask, column.float().cpu().numpy(), np.nan) for name, column in columns.items()
-        }
-
-        # Split the flat rows by trajectory.
-        owners = np.repeat(batch.owners, batch.tokens.shape[1])
-        first = batch.positions[batch.anchors.flatten()] + 2  # position of depth 1's token
-        tables: dict[int, Table] = {}
-        for owner in np.unique(batch.owners):
-            selected = np.flatnonzero((owners == owner) & mask[:, 0])
-            row = int(micro_batch.rows[owner])
-            tables[row] = (first[selected], {name: v[selected] for name, v in values.items()})
-        return tables
+        return context_tables(rows, choices, batch=batch, mask=targets.mask, owner_rows=micro_batch.rows)
 
     def _aligned(self, policy: PolicyModel, micro_batch: MicroBatch, hidden: torch.Tensor) -> Aligned | None:
         """Run the draft and align its states with the backbone's; None when no token is drafted."""

@@ -44,8 +44,9 @@ from rlpipe.trainer.passes import Companion, Passes, Predictions, Scores, schedu
 
 if TYPE_CHECKING:
     from rlpipe.drafts.loss import MtpStats
+    from rlpipe.drafts.tables import Table
     from rlpipe.trainer.checkpoint import Saving, SavingHf
-    from rlpipe.trainer.draft import DraftStats, Table
+    from rlpipe.trainer.draft import DraftStats
     from rlpipe.trainer.hf_bridge import Bucket
     from rlpipe.trainer.model import PolicyModel
 
@@ -300,6 +301,18 @@ class MegatronTrainer:
         tables = self._drafting.tables(self.model, self._shard(batch), batch.temperature)
         tables_by_row = ChainMap(*runtime.gather_last(tables, self._dp_group))
         return [tables_by_row.get(row) for row in range(len(batch.lengths))]
+
+    def candidate_scores(self, batch: PackedBatch) -> list[tuple[np.ndarray, np.ndarray] | None]:
+        """Compute entropies [n] and log-probabilities of candidates [n, K] at a trajectory's sampled tokens.
+
+        batch: packed with candidates; -inf for padding. None: a trajectory that was left out. Returns them on
+        every rank; the trainer's state is unchanged.
+        """
+        scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for part in self._passes.candidate_scores(self.model, self._shard(batch), batch.temperature):
+            scores |= part
+        by_row = ChainMap(*runtime.gather_last(scores, self._dp_group))
+        return [by_row.get(row) for row in range(len(batch.lengths))]
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
         """Compute current logprobs of every packed trajectory, parallel to its token_ids, on every rank.

@@ -140,6 +140,39 @@ class Passes:
             target = predictions.candidate_logprobs(move(candidates.ids))
         return TokenExtras(columns=columns, rollout_top=move(candidates.logprobs), target_top=target)
 
+    def candidate_scores(
+        self, model: PolicyModel, shard: Sequence[MicroBatch], temperature: float
+    ) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
+        """Compute entropies [n] and log-probabilities of candidates [n, K] at n sampled tokens, in order.
+
+        Returns, for each micro-batch (with candidates), those of its trajectories by row in the batch.
+        """
+
+        def score(
+            index: int, micro_batch: MicroBatch, predictions: Predictions
+        ) -> tuple[torch.Tensor, dict[int, tuple[np.ndarray, np.ndarray]]]:
+            # A rank without trajectories has an empty micro-batch.
+            if micro_batch.candidates is None:
+                return predictions.logprobs.sum(), {}
+            ids = self._runtime.to_device(micro_batch.candidates.ids)
+            candidates = predictions.candidate_logprobs(ids).cpu().numpy()
+            entropies, mask = predictions.entropies.cpu().numpy(), micro_batch.mask > 0
+
+            # The flat predictions are those of one trajectory after the other.
+            ends = mask.sum(1).cumsum()
+            found = {
+                int(micro_batch.rows[b]): (
+                    entropies[b, mask[b]],
+                    candidates[ends[b] - mask[b].sum() : ends[b]],
+                )
+                for b in np.flatnonzero(micro_batch.rows >= 0)
+            }
+            return predictions.logprobs.sum(), found
+
+        with torch.no_grad():
+            forward = self.forward(model, score, temperature=temperature)
+            return schedule(model, shard, forward, forward_only=True)
+
     def logprobs_by_row(
         self, model: PolicyModel, shard: Sequence[MicroBatch], batch: PackedBatch
     ) -> dict[int, np.ndarray]:

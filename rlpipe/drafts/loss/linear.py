@@ -28,7 +28,7 @@ from torch import Tensor
 from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.api import check_rows, statistics
 from rlpipe.drafts.loss.definitions import Objective
-from rlpipe.drafts.loss.rows import Backend, Measured, Rows, measure, resolve_backend
+from rlpipe.drafts.loss.rows import Backend, Measured, Rows, first_choices, measure, resolve_backend
 from rlpipe.drafts.loss.stats import MtpStats
 from rlpipe.drafts.loss.torch_rows import compute_dtype
 from rlpipe.drafts.vocabulary import spread
@@ -116,11 +116,10 @@ def linear_draft_rows(
     draft_ids: Tensor | None = None,
     chunk_bytes: int | None = None,
     backend: Backend | str = Backend.AUTO,
-) -> tuple[Rows, Tensor, Tensor]:
+) -> tuple[Rows, Tensor]:
     """Compute the statistics of every row instead of their sums; arguments as in `linear_mtp_loss`.
 
-    Returns the rows, p(argmax q), which is acceptance under target-only, and 1 where the realised token is
-    the draft's argmax; [N, K], 0 where masked.
+    Returns the rows, and `first_choices` [2, N, K], 0 where masked.
     """
     walk = _Walk(
         objective=Objective(kind=DraftObjective.TV, anchors=AnchorWeighting.UNIFORM, turn_starts=None),
@@ -141,21 +140,8 @@ def linear_draft_rows(
         measured = walk.measured(part, draft, target)
         rows.put(part, measured.rows)
 
-        # Under tensor parallelism the argmax belongs to the shard with the largest logit.
-        largest, choice = draft.max(-1)
-        here = torch.ones_like(largest, dtype=torch.bool)
-        if tp_group is not None:
-            overall = largest.clone()
-            dist.all_reduce(overall, dist.ReduceOp.MAX, tp_group)
-            here = largest == overall
-
-        logit = target.gather(-1, choice[..., None])[..., 0].to(top.dtype) / temperature
-        target_prob, agrees = (logit - measured.lse[1]).exp(), (choice == measured.tokens).to(top.dtype)
-        chosen = torch.stack([target_prob, agrees]) * here
-        if tp_group is not None:
-            dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
-        top[:, part] = chosen.clamp(0, 1) * mask[part]
-    return rows, top[0], top[1]
+        top[:, part] = first_choices(draft, target, measured, temperature, tp_group) * mask[part]
+    return rows, top
 
 
 @dataclass(slots=True, kw_only=True)

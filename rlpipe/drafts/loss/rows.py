@@ -141,6 +141,30 @@ def measure(
     return Measured(rows=rows, sums=sums, lse=(z_lse, y_lse), bits=bits, tokens=local)
 
 
+def first_choices(
+    draft: Tensor, target: Tensor, measured: Measured, temperature: float, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Compute p(argmax q), the acceptance under target-only, and 1[realised token = argmax q]: [2, N, K].
+
+    draft, target: [N, K, V of the shard], measured with tokens.
+    """
+    # Under tensor parallelism the argmax belongs to the shard with the largest logit.
+    largest, choice = draft.max(-1)
+    here = torch.ones_like(largest, dtype=torch.bool)
+    if group is not None:
+        overall = largest.clone()
+        dist.all_reduce(overall, dist.ReduceOp.MAX, group)
+        here = largest == overall
+
+    dtype = measured.rows.alpha.dtype
+    logit = target.gather(-1, choice[..., None])[..., 0].to(dtype) / temperature
+    target_prob, agrees = (logit - measured.lse[1]).exp(), (choice == measured.tokens).to(dtype)
+    chosen = torch.stack([target_prob, agrees]) * here
+    if group is not None:
+        dist.all_reduce(chosen, dist.ReduceOp.MAX, group)
+    return chosen.clamp(0, 1)
+
+
 def _picked(logits: Tensor, local: Tensor | None, temperature: float) -> Tensor:
     """Return [N, K]: logit / temperature of the realised token where this shard has it, else 0."""
     dtype = torch_rows.compute_dtype(logits)

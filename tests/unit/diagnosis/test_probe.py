@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from rlpipe.config.probe import ProbeConfig
+from rlpipe.config.run import Config, RunSettings
+from rlpipe.config.spec import SpecConfig
+from rlpipe.diagnosis.monitor import Monitor
 from rlpipe.diagnosis.probe import (
     Probe,
     ProbeTable,
@@ -17,6 +20,7 @@ from rlpipe.diagnosis.probe import (
     verified,
     within,
 )
+from rlpipe.drafts.tables import guesses_of, lookup_table
 from rlpipe.metrics.names import declared
 from rlpipe.types import TrajectoryStatus
 from tests.helpers.recorded_runs import distributions, recorded_trajectory, recorder, tables_of, verify
@@ -24,6 +28,11 @@ from tests.helpers.trajectories import make_groups
 
 pytestmark = pytest.mark.unit
 RULES = ("rejection", "target_only")
+
+
+def recorder_event(kind, **fields):
+    """Nothing may fail."""
+    assert kind != "recording_off", fields
 
 
 def enumerated_length(p, q, rule):
@@ -107,6 +116,55 @@ def test_the_set_stays_the_same_for_the_run_and_for_one_that_is_resumed(tmp_path
     probe.remove_after(0)
     third, _ = measure(probe, 1, make_groups(seed=5))
     assert third[0].token_ids.tolist() != first[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block", "target_only"])
+@pytest.mark.parametrize("drafter", [{"drafter": "eagle3", "draft_path": "draft"}, {"drafter": "suffix"}, {}])
+def test_every_drafter_is_probed_where_acceptance_is_a_probability(tmp_path, drafter, mode):
+    """Staleness by the rule that verifies: looked-up drafts are certain in every mode."""
+    config = Config(spec=SpecConfig(mode=mode, **drafter))
+    rule = Monitor(config, tmp_path, recorder_event)._rule
+    assert config.probes_draft
+    assert rule == ("target_only" if "suffix" in drafter.values() else {"block": None}.get(mode, mode))
+    config.rollout.temperature = 0.0
+    assert not config.probes_draft
+
+
+def test_the_split_of_a_run_with_looked_up_drafts_has_every_part(tmp_path):
+    """Fixed contexts are read by the newest weights, and the split tells their change from entropy's."""
+    config = Config(spec=SpecConfig(drafter="suffix"), run=RunSettings(steps=18))
+    config.metrics.probe.every = 3
+    monitor, rng = Monitor(config, tmp_path, recorder_event), np.random.default_rng(0)
+    drop = 0.0
+
+    async def read(trajectories):
+        """The target's entropy and its probability of the guess, which falls by `drop`."""
+        tables = []
+        for number, trajectory in enumerate(trajectories):
+            positions, guesses = guesses_of(trajectory, lambda tokens, count: tokens[-count:], 2)
+            entropies = 0.5 + np.random.default_rng(number).random(int(trajectory.loss_mask[1:].sum()))
+            logprobs = np.log(0.9 - 0.3 * entropies[:, None] - drop) * np.ones((1, 2))
+            table = lookup_table(trajectory, positions, guesses, entropies=entropies, logprobs=logprobs)
+            tables.append(ProbeTable(trajectory_id=str(number), positions=table[0], values=table[1]))
+        return tables
+
+    for step in range(18):
+        groups = make_groups(groups=4, siblings=2, seed=step)
+        metrics = asyncio.run(monitor.before_update(step, groups, read))
+        assert ("probe/fixed/rejection/depth_1" in metrics) is (step % 3 == 0 or step == 17)
+        drop = 0.1 if step > 8 else 0.0
+        entropy = 1.0 + 0.02 * rng.standard_normal()
+        noise = 0.002 * rng.standard_normal()
+        record = {
+            "training/global_step": step + 1,
+            "rollout/entropy": entropy,
+            "spec/acceptance_rate": 0.9 - 0.3 * entropy - drop + noise,
+        }
+        split = {name: value.value() for name, value in monitor.split(record).items()}
+    parts = ("total", "entropy", "mismatch", "contexts")
+    assert {f"acceptance_split/{part}" for part in parts} <= split.keys()
+    assert split["acceptance_split/mismatch"] == pytest.approx(-0.1, abs=0.01)
+    assert split["acceptance_split/mismatch/high"] < 0
 
 
 def test_what_is_written_is_what_is_read(tmp_path):

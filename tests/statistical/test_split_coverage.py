@@ -1,8 +1,9 @@
-"""Intervals of a split of acceptance hold the truth they are about, in every simulation of the benchmark.
+"""Intervals of the split of acceptance hold the truth they are about, in every simulation of the benchmark.
 
-Nominal level .95, 400 draws a case. At a coverage of .95 fewer than .93 of 400 are covered with probability
-.03; measured over 4,000 draws it is .96 to 1, where that is below 1e-3. The slope of least squares, blind to
-noise in the entropy, must fail.
+Nominal level .95, 120 draws a case through `AcceptanceSplit`, of which the benchmark draws 1,000. At a
+coverage of .93 fewer than .86 of 120 are covered with probability .004. Errors that take residuals for
+independent covered .78 at a correlation of .45, a slope blind to noise .53. The slope of least squares, blind
+to noise in the entropy, must fail.
 """
 
 import runpy
@@ -20,9 +21,9 @@ DRAWS = 400
 
 @pytest.mark.parametrize("case", BENCH["CASES"])
 def test_every_interval_covers_its_truth(case):
-    found = BENCH["coverage"](case, DRAWS, seed=11)
-    assert found.pop("unbounded slopes") < 0.3
-    assert min(found.values()) >= 0.93, found
+    found = BENCH["coverage"](case, 120, seed=11)
+    assert found.pop("no slope between steps") < 0.6
+    assert min(found.values()) >= 0.86, found
 
 
 def test_without_a_second_measurement_noise_flattens_the_slope_and_the_interval_misses_it():
