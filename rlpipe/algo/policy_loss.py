@@ -2,7 +2,8 @@
 
 Owns how the terms are combined and normalised; every term is verl's. The loss is divided by the totals
 of the global batch (all ranks, all micro-batches of one optimizer step), so it does not depend on how
-the batch was cut.
+the batch was cut. Bebop Eq. 3 (GRPO) averages within each answer first, `algo.loss_agg=seq-mean-token-mean`;
+the default here is the mean over all tokens.
 
 Which "old" logprobs. PPO's ratio compares with the policy at the start of the batch. With one optimizer
 step per batch that policy is the current one: the old logprobs are the current ones, detached, no extra

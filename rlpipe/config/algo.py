@@ -14,7 +14,11 @@ from rlpipe.config.user_code import absolute
 
 
 class LossAgg(Choice):
-    """How token losses become one number; all are normalised over the global batch."""
+    """How token losses become one number; all are normalised over the global batch.
+
+    GRPO as Bebop Eq. 3 has it is SEQ_MEAN_TOKEN_MEAN, 1/G sum_i 1/|y_i| sum_t. The default differs, because
+    there a token of a long answer weighs less than one of a short answer (DAPO, arXiv 2503.14476).
+    """
 
     TOKEN_MEAN = "token-mean"
     TOKEN_SUM = "token-sum"

@@ -85,6 +85,10 @@ class Eagle3(nn.Module):
         features: [B, T, layers * H] of anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H] of
         the tokens t + 1 .. t + K. Anchors with padding for a token must be masked out. past: an empty list,
         which receives keys and values of the steps.
+
+        The training-time test of steps 2 .. K reads the draft's own states but the given tokens, as EAGLE-3's
+        published code does. The notes (eagle_mtp_notes) let it read the tokens that it predicts itself. A
+        deeper draft counts only where those before it are accepted, and those are tokens of the text.
         """
         state, states = self.fc(features), []
         past = [] if past is None else past

@@ -30,7 +30,9 @@ class MtpStats:
 
     count: rows. alpha: overlap sum_v min(p, q), the acceptance rate under rejection. draft_entropy,
     target_entropy, kl (target || draft), reverse_kl: nats. target_above, draft_above: mass of the target
-    where p > q, of the draft where q > p. top1: draft and target share a most likely token.
+    where p > q, of the draft where q > p. They are the complements of the parts of alpha in Bebop Fig. 11,
+    which it does not define: alpha_{q>p} = sum_{q>p} p = 1 - target_above and alpha_{p>q} = sum_{p>q} q = 1 -
+    draft_above, up to ties, which count with q < p. top1: draft and target share a most likely token.
     drafted, accepted: expected counts of an engine on these sequences, as `SpecCounts`; zeros without
     turns. verify_steps, emitted: scalars, expected verify steps and the tokens they emit.
     loss, weight: scalars, numerator and denominator of the loss.
