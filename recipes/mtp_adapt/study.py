@@ -7,8 +7,8 @@ one that lacks a held-out set asked for later is measured on it.
 
 1 fresh     the model with its MTP layer replaced by an untrained one: room to improve
 2 warm      a few hundred steps of hard cross-entropy on it; every cell starts there
-3 sweep     each kind at each learning rate, uniform anchors, one seed apart; the rate is chosen by acceptance
-            under rejection on held-out prompts that are not those of the result; visit weighting uses it too
+3 sweep     each arm at each learning rate, one seed apart; the rate is chosen by acceptance under rejection
+            on held-out prompts that are not those of the result
 4 cells     each objective at its rate, for each seed (own rollouts, own data order): acceptance on held-out
             prompts in- and out-of-domain, rejection and target-only, by depth
 
@@ -85,11 +85,7 @@ class Study:
         )
 
     def sweep(self, start: Path, objective: str) -> tuple[float, dict[str, float]]:
-        """Stage 3: the learning rate of an objective, and the acceptance rate that each one gave.
-
-        Both weightings of a kind share the rate of uniform anchors.
-        """
-        objective = objective.replace("/visit", "/uniform")
+        """Stage 3: the learning rate of an arm, and the acceptance rate that each one gave."""
         chosen_by = [
             f"adapt.in_domain=[{self.args.select}]",
             "adapt.out_of_domain=[]",

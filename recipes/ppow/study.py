@@ -3,13 +3,13 @@
     python recipes/ppow/study.py [--runs runs/ppow_study] [--arms ppow hard_ce kl e2e_tv ...] [--seeds 0 1 2]
 
 Stages, files and figures are those of recipes/mtp_adapt/study.py: one warm-up that every arm starts from,
-a learning rate for each objective, then equal steps on the same own rollouts for each seed, acceptance in
+a learning rate for each arm, then equal steps on the same own rollouts for each seed, acceptance in
 real generation. Arms:
 
     ppow                          the recipe
     ppow_no_dist, ppow_no_adaw,   without the reward for closeness, without windows chosen by score, without
-    ppow_plain                    both (PPOW Table 4); at ppow's learning rate
-    ppow_expected                 the expected reward in place of the verified one; at ppow's learning rate
+    ppow_plain                    both (PPOW Table 4)
+    ppow_expected                 the expected reward in place of the verified one
     hard_ce, kl, e2e_tv           continued supervised training (PPOW Fig. 3)
 
 All arms train on what the model wrote itself, at every place or in windows drawn from there; a step reads
@@ -53,10 +53,6 @@ class PpowStudy(adaptation.Study):
             overrides.append("draft.objective=ppow")
         name = f"{stage}/{objective}_lr{lr:g}_seed{seed}"
         return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
-
-    def sweep(self, start: Path, objective: str) -> tuple[float, dict[str, float]]:
-        """The learning rate of an arm; variants of ppow share one."""
-        return super().sweep(start, "ppow" if objective.startswith("ppow") else objective)
 
 
 def main() -> None:

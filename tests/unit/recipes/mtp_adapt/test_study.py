@@ -46,3 +46,38 @@ def test_a_run_is_complete_with_its_summary_and_all_sets_that_are_asked_for(
     (tmp_path / "results.json").touch()
     assert study.is_complete(tmp_path, 3, asked) is complete
     assert not study.is_complete(tmp_path, 4, asked)
+
+
+BEST = {"kl_uniform": 1e-3, "kl_visit": 3e-4, "ppow": 1e-3, "ppow_plain": 3e-4}
+
+
+class Counts:
+    """An evaluation in which a run accepts most at one learning rate, which its arm decides."""
+
+    def __init__(self, run):
+        arm, lr = run.name.removesuffix("_seed1000").rsplit("_lr", 1)
+        self.accepted = 90 if float(lr) == BEST[arm] else 50
+
+    def counts(self, domain, mode):
+        return self.accepted
+
+
+def test_every_arm_is_trained_at_the_learning_rate_that_suits_it(study, tmp_path, monkeypatch):
+    """Visit weighting and the variants of PPOW borrow none."""
+    monkeypatch.setattr(study, "SWEEP_SEED", 1000)
+    monkeypatch.setattr(study, "last_evaluation", lambda run, steps: Counts(run))
+    monkeypatch.setattr(study, "estimate", lambda counts, name: study.Estimate(value=counts, se=1.0, df=9))
+    monkeypatch.setattr(study.Study, "run", lambda self, name, *overrides, **options: tmp_path / name)
+    args = study.arguments("", "runs").parse_args(["--lrs", "3e-4", "1e-3"])
+    chosen = {
+        arm: study.Study(runs=tmp_path, args=args).sweep(tmp_path, arm)[0]
+        for arm in ("kl/uniform", "kl/visit")
+    }
+    assert chosen == {"kl/uniform": 1e-3, "kl/visit": 3e-4}
+
+    monkeypatch.setitem(sys.modules, "study", study)
+    spec = importlib.util.spec_from_file_location("ppow_study", ROOT / "recipes/ppow/study.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ours = module.PpowStudy(runs=tmp_path, args=args)
+    assert [ours.sweep(tmp_path, arm)[0] for arm in ("ppow", "ppow_plain")] == [1e-3, 3e-4]
