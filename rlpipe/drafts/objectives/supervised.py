@@ -75,8 +75,8 @@ def tv(rows: Rows) -> Tensor:
     """Compute the rejected mass, 1 - alpha: [N, K]. Source: Bebop Eq. 10, 11.
 
     Over the full vocabulary and unbounded, as in the paper's runs. Left out are two options of its kernel
-    (App. F, Alg. 1): the clamp of the loss at tau_max, of which it gives no value, and the estimate from the K
-    largest draft logits, which it found unstable (section 7.8, Fig. 14b).
+    (App. F, Alg. 1): the clamp of the loss at tau_max, of which it gives no value, and the estimate from the
+    K largest draft logits, which it found unstable (section 7.8, Fig. 14b).
     """
     return 1 - rows.alpha
 
