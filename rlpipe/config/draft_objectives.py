@@ -17,10 +17,21 @@ class DraftObjective(Choice):
     E2E_CHAIN = "e2e_chain"  # rejected share of a chain, exact for tokens of the target
     E2E_BLOCK = "e2e_block"  # rejected share under block verification
     VERIFY_STEPS = "verify_steps"  # expected verify steps per emitted token
-    PPOW = "ppow"  # minus the reward of windows that the draft model generates
+    PPOW = "ppow"  # minus the reward of windows that the draft model generates, as published
+    PPOW_EXACT = "ppow_exact"  # the same with the term that its gradient misses
+    EXACT_WINDOW = "exact_window"  # minus the expected speed-up of such windows, by its exact gradient
+    EXACT_BLOCK = "exact_block"  # the same under block verification
 
 
-SUPERVISED = [name for name in DraftObjective if name is not DraftObjective.PPOW]
+WINDOWS = [
+    DraftObjective.PPOW,
+    DraftObjective.PPOW_EXACT,
+    DraftObjective.EXACT_WINDOW,
+    DraftObjective.EXACT_BLOCK,
+]
+"""Objectives that learn from windows that the draft model generates."""
+
+SUPERVISED = [name for name in DraftObjective if name not in WINDOWS]
 """Objectives that learn from a fixed text."""
 
 EXACT_ON_OWN_TOKENS = (DraftObjective.E2E_CHAIN, DraftObjective.E2E_BLOCK, DraftObjective.VERIFY_STEPS)

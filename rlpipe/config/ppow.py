@@ -1,4 +1,7 @@
-"""Settings of PPOW, window-level reinforcement learning for a draft model.
+"""Settings of windows that a draft model generates and learns from: PPOW, and the exact objectives.
+
+`exact_window` and `exact_block` read group_size, draft_cost, windows, hard_start and hard_end; the other
+fields belong to the loss and the reward of `ppow` and `ppow_exact`.
 
 The paper's Table 5, its hyperparameters, is empty in the text that is available. Each default is either from
 its prose, or our choice where the field says so.
@@ -13,7 +16,7 @@ from rlpipe.config.limits import at_least, positive, share
 
 @dataclass(slots=True, kw_only=True)
 class PpowConfig:
-    """Hyperparameters of PPOW (arXiv 2605.14978). A window is `draft.depths` drafts, the paper's K."""
+    """Hyperparameters of windows (PPOW, arXiv 2605.14978), each of `draft.depths` drafts, the paper's K."""
 
     group_size: int = 8
     """Windows drafted from each prefix, G_roll. The default is ours."""
@@ -27,7 +30,8 @@ class PpowConfig:
 
     draft_cost: float = 0.0
     """Cost of a drafted token relative to a verify step, the paper's gamma. The paper takes the ratio of
-    non-embedding parameters, and 0 here means that ratio."""
+    non-embedding parameters, and 0 here means that ratio. It bends the reward of `ppow`, which charges
+    accepted drafts; it only scales that of `exact_window`, which charges all of them."""
 
     proximity: float = 0.1
     """eta, the reward of a window that is close to the target's although none of it is accepted; 0 turns

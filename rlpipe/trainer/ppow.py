@@ -55,7 +55,7 @@ class MtpWindows:
     ) -> None:
         """Run depth 1 over all anchors. hidden, retained: of the backbone's pass over the micro-batch."""
         self.owners, self.turns, self.sampled = batch.owners, batch.tokens, batch.sampled
-        self.rows = micro_batch.rows
+        self.rows, self.vocab = micro_batch.rows, policy.vocab_real
         self._policy, self._micro_batch, self._batch, self._hidden = policy, micro_batch, batch, hidden
         self._retained, self._temperature, self._runtime = retained, temperature, runtime
 
@@ -123,9 +123,9 @@ class MtpWindows:
         return self._state.device
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Compute logprobs [W, G, V] of the layer after its last tokens [W, G], None at first."""
+        """Compute states [W, G, H] of the layer after its last tokens [W, G]; at first [W, 1, H]."""
         if tokens is None:
-            return self._draft_logprobs(self._state)[:, None].expand(-1, self._group, -1)
+            return self._state[:, None]
 
         # The G continuations of a window share the first state, and differ from the first token on.
         state = self._state if self._depth else self._state.repeat_interleave(self._group, 0)
@@ -142,21 +142,20 @@ class MtpWindows:
         )
         self._state = states[:, 0]
 
-        return self._draft_logprobs(self._state).unflatten(0, tokens.shape)
+        return self._state.unflatten(0, tokens.shape)
 
     def first(self) -> torch.Tensor:
-        """Compute logprobs [W, V] of the target at the position of the first draft."""
-        return self._logprobs(self._hidden.index_select(0, self._first))
+        """Select states [W, H] of the target at the position of the first draft."""
+        return self._hidden.index_select(0, self._first)
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute logprobs [W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        """Compute states [W, G, K, H] of the target after each of the tokens [W, G, K]."""
         ahead = Continuation(self._retained, self.prefixes, group=self._group).advance(tokens.shape[2])
-        logprobs = self._logprobs(self._policy.hidden_states(tokens.view(1, -1), ahead))
-        return logprobs.view(*tokens.shape, -1)
+        return self._policy.hidden_states(tokens.view(1, -1), ahead).view(*tokens.shape, -1)
 
     def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute logprobs [W, V] of the target after one more token, [W], of each greedy window."""
-        return self._logprobs(self._policy.hidden_states(tokens[None], self._reading.advance(1)))
+        """Compute states [W, H] of the target after one more token, [W], of each greedy window."""
+        return self._policy.hidden_states(tokens[None], self._reading.advance(1))
 
     def _prefixes(self, branches: list[Branch], last: np.ndarray) -> list[torch.Tensor]:
         """List the indices of all tokens up to each of these."""
@@ -164,16 +163,17 @@ class MtpWindows:
         paths = [tokens_up_to(branches, starts, index) for index in last]
         return list(self._runtime.to_device(np.concatenate(paths)).split([len(path) for path in paths]))
 
-    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute log softmax over the full vocabulary, [N, H] -> [N, V] float32; the head is a constant."""
-        return (self._logits(hidden) / self._temperature).log_softmax(-1)
+    def target_logprobs(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute log softmax over the full vocabulary, [..., H] -> [..., V] float32; the head is fixed."""
+        logits = self._logits(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
+        return (logits / self._temperature).log_softmax(-1)
 
-    def _draft_logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
+    def draft_logprobs(self, states: torch.Tensor) -> torch.Tensor:
         """Compute the same of the draft, which may know a part of the vocabulary."""
-        logits, ids = self._logits(hidden), self._policy.draft_ids
+        logits, ids = self._logits(states.flatten(0, -2)), self._policy.draft_ids
         if ids is not None:
             logits = spread(logits[:, ids], ids, logits.shape[1], temperature=self._temperature)
-        return (logits / self._temperature).log_softmax(-1)
+        return (logits / self._temperature).log_softmax(-1).unflatten(0, states.shape[:-1])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits over the full vocabulary, [N, H] -> [N, V] float32."""

@@ -143,6 +143,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     assert len(lots) == 2
     for rows, found in lots:
         coins, uniforms = found.windows.coins, found.windows.draft_uniforms
+        log_q, log_p = found.logprobs.detach(), found.target_logprobs
         for w, row in enumerate(rows):
             trajectory, t = trajectories[row], int(found.text.anchors[w])
             ids = torch.tensor(trajectory.token_ids.tolist())
@@ -155,10 +156,10 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
             for g, drafts in enumerate(found.tokens[w]):
                 chosen, seen = drafts[:, None], seen + 1
                 q = oracle.drafted(known, drafts).detach()
-                torch.testing.assert_close(found.logprobs[w, g].detach(), q, atol=5e-5, rtol=1e-5)
+                torch.testing.assert_close(log_q[w, g], q, atol=5e-5, rtol=1e-5)
                 _, p = oracle.target(torch.cat((known, drafts)))
                 p = p[len(known) - 1 : -1]
-                torch.testing.assert_close(found.verified.logprobs[w, g], p, atol=2e-5, rtol=1e-5)
+                torch.testing.assert_close(log_p[w, g, :-1], p, atol=2e-5, rtol=1e-5)
                 cdf = q.exp().double().cumsum(-1)
                 upper = cdf.gather(1, chosen)[:, 0]
                 lower = torch.where(drafts > 0, cdf.gather(1, (chosen - 1).clamp(min=0))[:, 0], 0.0)
@@ -171,11 +172,11 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(targ
     trainer, batch = make(target, start, trajectories), packed(trajectories, budget=200)
     oracle, terms = Oracle(target, copy.deepcopy(trainer._draft)), []
     for rows, found in rollouts(trainer, batch):
-        advantages = group_advantages(found.verified.rewards)
+        advantages, log_p = group_advantages(found.verified.rewards), found.target_logprobs[:, :, :-1]
         for w, row in enumerate(rows):
             known = torch.tensor(trajectories[row].token_ids.tolist()[: int(found.text.anchors[w]) + 2])
             for g, drafts in enumerate(found.tokens[w]):
-                q, p = oracle.drafted(known, drafts), found.verified.logprobs[w, g]
+                q, p = oracle.drafted(known, drafts), log_p[w, g]
                 chosen = q.gather(1, drafts[:, None])[:, 0]
                 terms.append(-advantages[w, g] * chosen + 0.02 * (q.exp() * (q - p)).sum(-1))
     torch.cat(terms).mean().backward()

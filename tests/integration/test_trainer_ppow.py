@@ -163,14 +163,15 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     parts = rollouts(trainer, adaptation(budget=budget))
     assert sum(len(rollout.windows.owners) for _, rollout in parts) > 8
     for micro, rollout in parts:
+        log_q, log_p = rollout.logprobs.detach(), rollout.target_logprobs
         for w, known, _ in texts(micro, rollout, whole):
             reference = greedy_logprob(oracle.target, known, 3)
             for g, drafts in enumerate(rollout.tokens[w]):
                 q = oracle.draft(known, drafts)
-                torch.testing.assert_close(rollout.logprobs[w, g].detach(), q, atol=2e-5, rtol=0)
+                torch.testing.assert_close(log_q[w, g], q, atol=2e-5, rtol=0)
                 _, p = oracle.target(torch.cat((known, drafts)))
                 p = p[len(known) - 1 : -1]
-                torch.testing.assert_close(rollout.verified.logprobs[w, g], p, atol=2e-5, rtol=0)
+                torch.testing.assert_close(log_p[w, g, :-1], p, atol=2e-5, rtol=0)
                 coins = rollout.windows.coins[w, g]
                 check_verdict(rollout.verified, (w, g), drafts, q.detach(), p, coins, reference, RULES)
 
@@ -245,10 +246,10 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(path
     parts = rollouts(trainer, batch)
     terms = []
     for micro, rollout in parts:
-        advantages = group_advantages(rollout.verified.rewards)
+        advantages, log_p = group_advantages(rollout.verified.rewards), rollout.target_logprobs[:, :, :-1]
         for w, known, _ in texts(micro, rollout, whole):
             for g, drafts in enumerate(rollout.tokens[w]):
-                q, p = oracle.draft(known, drafts), rollout.verified.logprobs[w, g]
+                q, p = oracle.draft(known, drafts), log_p[w, g]
                 chosen = q.gather(1, drafts[:, None])[:, 0]
                 terms.append(-advantages[w, g] * chosen + 0.02 * (q.exp() * (q - p)).sum(-1))
     loss = torch.cat(terms).mean()

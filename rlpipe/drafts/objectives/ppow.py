@@ -1,4 +1,16 @@
-"""PPOW: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2)."""
+"""PPOW: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2).
+
+**Bias.** The reward of a window d depends on the drafter itself, for a draft is accepted with min(1, p / q).
+PPOW differentiates the sampling of d only: of
+
+    grad E_d[R] = E_d[ R grad log q(d) ] + E_d[ grad R(d) ]
+
+it has the first term. The second cancels the first at every token with q > p (`objectives.exact_window`), so
+PPOW makes likelier what the drafter proposes too often already, as long as it is accepted often enough. At
+single positions with random p and q the cosine between the two gradients is .77 to .82 on average, and it is
+negative in several percent of them (tests/unit/drafts/test_exact_window.py). `ppow` is the published
+objective; `ppow_exact` adds the second term (`missing_term`) and changes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.config.ppow import PpowConfig
+from rlpipe.drafts.windows.reward import expected_reward, window_reward
 from rlpipe.drafts.windows.rollout import Rollout, logprobs_of
 from rlpipe.drafts.windows.totals import PpowTotals, Total
 
@@ -76,15 +89,59 @@ def ppow_loss(
     return -terms.sum() / max(1, tokens.numel()), stats
 
 
-def windows_loss(rollout: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowTotals]:
+def missing_term(
+    draft_logprobs: Tensor,
+    target_logprobs: Tensor,
+    tokens: Tensor,
+    *,
+    rewards: Tensor,
+    gap: Tensor,
+    draft_cost: float,
+    config: PpowConfig,
+) -> Tensor:
+    """Compute the pathwise term of each window, [W, G]; its gradient is what PPOW's leaves out.
+
+    With R(d) the expectation of the reward over the coins and A = (R - mean) / (std + delta),
+
+        (1 - 1/G) R(d) / (std + delta).
+
+    The mean of A holds the window's own reward, which shrinks the score term by 1 - 1/G, and this term with
+    it. The sum is the gradient of E[R] but for the division by a standard deviation that is sampled as well,
+    and for the anchor's weight that it makes. gap: [W, G] of `proximity_gap`. The others: [W, G, K(, V)].
+    """
+    accept = (logprobs_of(target_logprobs, tokens) - logprobs_of(draft_logprobs, tokens)).clamp(max=0).exp()
+    expected = expected_reward(
+        accept, gap, draft_cost=draft_cost, proximity=config.proximity, tolerance=config.tolerance
+    )
+    scale = (1 - 1 / tokens.shape[1]) / (rewards.std(-1, correction=0, keepdim=True) + DELTA)
+    return scale * expected
+
+
+def reward(
+    num_accepted: Tensor, accept_prob: Tensor, gap: Tensor, *, draft_cost: float, config: PpowConfig
+) -> Tensor:
+    """Compute R of each window (§4.3), or its expectation over the coins with `ppow.expected_reward`.
+
+    num_accepted: [...]. accept_prob: [..., K] of a chain's `Verdict`. gap: [...], see `proximity_gap`.
+    """
+    rules = {"draft_cost": draft_cost, "proximity": config.proximity, "tolerance": config.tolerance}
+    if config.expected_reward:
+        return expected_reward(accept_prob, gap, **rules)
+    return window_reward(num_accepted, gap, **rules)
+
+
+def windows_loss(
+    rollout: Rollout, hard: float, config: PpowConfig, *, exact: bool = False
+) -> tuple[Tensor, PpowTotals]:
     """Compute the sum over drafts of the loss, a scalar, and totals.
 
-    hard: the share of windows sampled by score.
+    hard: the share of windows sampled by score. exact: add `missing_term`.
     """
-    log_q, tokens, verified = rollout.logprobs, rollout.tokens, rollout.verified
+    log_q, log_p = rollout.logprobs, rollout.target_logprobs[:, :, :-1]
+    tokens, verified = rollout.tokens, rollout.verified
     mean, stats = ppow_loss(
         log_q.flatten(0, 1),
-        verified.logprobs.flatten(0, 1),
+        log_p.flatten(0, 1),
         tokens.flatten(0, 1),
         behaviour_logprobs=logprobs_of(log_q.detach(), tokens).flatten(0, 1),
         advantages=group_advantages(verified.rewards).flatten(),
@@ -93,6 +150,19 @@ def windows_loss(rollout: Rollout, hard: float, config: PpowConfig) -> tuple[Ten
     )
     total, group = mean * stats.tokens, verified.rewards.shape[1]
     even = (verified.rewards == verified.rewards[:, :1]).all(1, keepdim=True).expand_as(verified.rewards)
+
+    # The value of the loss stays the published one: of the missing term only the gradient counts.
+    if exact:
+        missing = missing_term(
+            log_q,
+            log_p,
+            tokens,
+            rewards=verified.rewards,
+            gap=verified.gap,
+            draft_cost=rollout.draft_cost,
+            config=config,
+        ).sum()
+        total = total - (missing - missing.detach())
 
     sums = {
         Total.WINDOWS: verified.rewards.numel(),

@@ -2,23 +2,58 @@
 
 Sampling, drafting and verification of windows are `rlpipe.drafts.windows`, the same for every objective and
 drafter; their settings are the section `ppow`.
+
+    ppow          published: score-function term only, clipped, with a KL       `objectives.ppow`
+    ppow_exact    the same with the pathwise term that it misses               `objectives.ppow`
+    exact_window  exact gradient of the expected speed-up, chain verification  `objectives.exact_window`
+    exact_block   the same under block verification                            `objectives.exact_window`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.objectives import ppow
+from rlpipe.drafts.objectives import exact_window, ppow
 from rlpipe.drafts.windows.rollout import Rollout
 from rlpipe.drafts.windows.totals import PpowTotals
+from rlpipe.spec.verify import verify_block, verify_chain
+from rlpipe.spec.verify.verdict import Verdict
 
 # (windows, share of them sampled by score, settings) -> sum over drafts of the loss, a scalar, and totals.
+# It is the sum of those of parts of the windows: a part has all siblings of its anchors.
 WindowsLoss = Callable[[Rollout, float, PpowConfig], tuple[Tensor, PpowTotals]]
 
-LOSSES: dict[DraftObjective, WindowsLoss] = {
-    DraftObjective.PPOW: ppow.windows_loss,
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class WindowObjective:
+    """One objective on windows.
+
+    loss: see `WindowsLoss`. reward: of each window, from `Verdict.num_accepted`, `Verdict.accept_prob`, the
+    gap to the target's greedy window, draft_cost and config. proximity: whether that gap enters, which needs
+    the target's greedy windows. verify: the rule that accepts drafts.
+    """
+
+    loss: WindowsLoss
+    reward: Callable[..., Tensor]
+    proximity: bool = False
+    verify: Callable[..., Verdict] = verify_chain
+
+
+LOSSES: dict[DraftObjective, WindowObjective] = {
+    DraftObjective.PPOW: WindowObjective(loss=ppow.windows_loss, reward=ppow.reward, proximity=True),
+    DraftObjective.PPOW_EXACT: WindowObjective(
+        loss=partial(ppow.windows_loss, exact=True), reward=ppow.reward, proximity=True
+    ),
+    DraftObjective.EXACT_WINDOW: WindowObjective(loss=exact_window.windows_loss, reward=exact_window.reward),
+    DraftObjective.EXACT_BLOCK: WindowObjective(
+        loss=partial(exact_window.windows_loss, block=True),
+        reward=partial(exact_window.reward, block=True),
+        verify=verify_block,
+    ),
 }

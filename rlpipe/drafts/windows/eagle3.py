@@ -97,12 +97,14 @@ class Eagle3Windows:
     rows: np.ndarray
     indices: np.ndarray
     draft_cost: float
+    vocab: int
 
     def __init__(
         self, pair: Pair, tokens: np.ndarray, ahead: np.ndarray, *, lengths: np.ndarray, temperature: float
     ) -> None:
         """Read the texts. tokens, ahead: [B, T] read by target and draft. lengths: [B]."""
         self._pair, self._draft, self._target = pair, pair.draft, pair.target
+        self.vocab = pair.draft.shape.vocab
         self._shape, self._temperature = tokens.shape, temperature
         self._hidden, features = pair.read(tokens, lengths)
         past: list[tuple[Tensor, Tensor]] = []
@@ -122,9 +124,8 @@ class Eagle3Windows:
 
         scores = []
         for some in positions.split(max(1, LOGITS[positions.device.type] // vocab)):
-            with self._pair.autocast():
-                draft = self._draft.logits(states[some])
-            log_q, log_p = self._normal(draft), self._of_target(self._hidden[some + 1])
+            log_q = self.draft_logprobs(states[some])
+            log_p = self.target_logprobs(self._hidden[some + 1])
             entropy, kl = -(log_p.exp() * log_p).sum(-1), learnable_kl(log_p, log_q, self._draft.ids)
             scores.append(criticality(entropy, kl, vocab))
         critical[near] = torch.cat(scores).cpu()
@@ -135,35 +136,42 @@ class Eagle3Windows:
         self._positions = self._move(self.indices[windows.turns, windows.columns])
         rows, self.anchors = self._positions // self._shape[1], self._positions % self._shape[1]
         self._windows = Windows(self._draft, self._keys, rows=rows, anchors=self.anchors)
-        self._state = self._states[rows, self.anchors][:, None].expand(-1, group, -1)
+        self._state = self._states[rows, self.anchors][:, None]
         self._ahead = _Ahead(self._target, rows=rows, anchors=self.anchors, shape=self._shape)
         self._greedy_tokens: list[Tensor] = []
         return self._positions.device
 
     def draft(self, tokens: Tensor | None) -> Tensor:
-        """Return [W, G, V] of the draft after the tokens [W, G] that it drafted last, None at first."""
+        """Return states of the draft after the tokens [W, G] that it drafted last: see `WindowDrafter`."""
+        if tokens is not None:
+            state = self._state.expand(*tokens.shape, -1)
+            with self._pair.autocast():
+                self._state = self._windows.step(state, self._embedded(tokens))
+        return self._state
+
+    def draft_logprobs(self, states: Tensor) -> Tensor:
+        """Compute the draft's log-probabilities: [..., H] -> [..., V]."""
         with self._pair.autocast():
-            if tokens is not None:
-                self._state = self._windows.step(self._state, self._embedded(tokens))
-            return self._normal(self._draft.logits(self._state))
+            logits = self._draft.logits(states)
+        return self._normal(logits)
 
     def first(self) -> Tensor:
-        """Return [W, V] of the target at the first draft."""
-        return self._of_target(self._hidden[self._positions + 1])
+        """Return states [W, H] of the target at the first draft."""
+        return self._hidden[self._positions + 1]
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Return [W, G, K, V] of the target after each of the tokens [W, G, K]."""
-        return self._of_target(self._ahead.read([tokens]))
+        """Return states [W, G, K, H] of the target after each of the tokens [W, G, K]."""
+        return self._ahead.read([tokens])
 
     def greedy(self, tokens: Tensor) -> Tensor:
-        """Append a token [W] to each greedy window; return [W, V] of the target after it."""
+        """Append a token [W] to each greedy window; return states [W, H] of the target after it."""
         self._greedy_tokens.append(tokens[:, None, None])
-        return self._of_target(self._ahead.read(self._greedy_tokens)[:, 0, -1])
+        return self._ahead.read(self._greedy_tokens)[:, 0, -1]
 
-    def _of_target(self, hidden: Tensor) -> Tensor:
+    def target_logprobs(self, states: Tensor) -> Tensor:
         """Compute the target's log-probabilities: [..., H] -> [..., V]."""
-        flat = self._target.logits(hidden.flatten(0, -2))
-        return self._normal(flat.unflatten(0, hidden.shape[:-1]))
+        flat = self._target.logits(states.flatten(0, -2))
+        return self._normal(flat.unflatten(0, states.shape[:-1]))
 
     def _normal(self, logits: Tensor) -> Tensor:
         return (logits.float() / self._temperature).log_softmax(-1)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from typing import Protocol, Self
 
 import numpy as np
 import torch
+
+PART_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of the drafter's log-probabilities held at once
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,15 +31,15 @@ class SampledWindows:
 
 @dataclass(slots=True, kw_only=True)
 class Verified:
-    """Verification of the drafts; [W, G] except logprobs.
+    """Verification of the drafts, each [W, G].
 
-    logprobs: [W, G, K, V] of the target at each draft. rewards: those of the objective. close: no draft is
-    accepted, and yet R_dist is earned.
+    rewards: those of the objective. gap: distance to the target's greedy window in nats, 0 where R_dist does
+    not enter. close: no draft is accepted, and yet R_dist is earned.
     """
 
-    logprobs: torch.Tensor
     num_accepted: torch.Tensor
     rewards: torch.Tensor
+    gap: torch.Tensor
     close: torch.Tensor
 
 
@@ -44,7 +48,9 @@ class WindowDrafter(Protocol):
 
     owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows:
     number of each row's trajectory in the batch. draft_cost: what a draft costs against a verify step.
-    Every distribution is log-probabilities over the full vocabulary.
+    vocab: V of every distribution, which is log-probabilities over the full vocabulary. Passes return
+    hidden states; `draft_logprobs` and `target_logprobs` make distributions of some of them, so that no more
+    than `PART_BYTES` of these exist at once.
     """
 
     owners: np.ndarray
@@ -52,6 +58,7 @@ class WindowDrafter(Protocol):
     sampled: np.ndarray
     rows: np.ndarray
     draft_cost: float
+    vocab: int
 
     def criticality(self) -> torch.Tensor:
         """Return [R, L]: the criticality of the first draft from each token of the turns; 0 where none is."""
@@ -62,34 +69,108 @@ class WindowDrafter(Protocol):
         ...
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Return [W, G, V] of the drafter after its last tokens [W, G], None at first; with a graph."""
+        """Return states of the drafter after its last tokens [W, G]: [W, G, H], with a graph.
+
+        At first tokens is None, and the G drafts of a window share a state: [W, 1, H].
+        """
+        ...
+
+    def draft_logprobs(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute the drafter's distributions from its states: [..., H] -> [..., V]."""
         ...
 
     def first(self) -> torch.Tensor:
-        """Return [W, V] of the target at the first draft."""
+        """Return states [W, H] of the target at the first draft."""
         ...
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        """Return states [W, G, K, H] of the target after each of the tokens [W, G, K]."""
         ...
 
     def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token [W] to each greedy window; return [W, V] of the target after it."""
+        """Append a token [W] to each greedy window; return states [W, H] of the target after it."""
+        ...
+
+    def target_logprobs(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute the target's distributions from its states: [..., H] -> [..., V]."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class Rollout:
-    """Drafts from some windows, and their verification.
+class Drafts:
+    """Drafts from some windows. Distributions are computed when they are asked for, and not retained.
 
-    tokens: [W, G, K]. logprobs: [W, G, K, V] of the drafter at each draft, with a graph.
+    tokens: [W, G, K]. states: of the drafter before each draft, with a graph, [W, 1, H] and then K - 1 times
+    [W, G, H]. first, read: states of the target, [W, H] at the first draft and [W, G, K, H] after each draft.
+    draft_cost: of a draft, in verify steps.
     """
 
     text: WindowDrafter
     windows: SampledWindows
     tokens: torch.Tensor
-    logprobs: torch.Tensor
+    states: Sequence[torch.Tensor]
+    first: torch.Tensor
+    read: torch.Tensor
+    draft_cost: float
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """Compute [W, G, K, V] of the drafter at each draft; with a graph."""
+        shape = (*self.tokens.shape[:2], -1)
+        return torch.stack([self.text.draft_logprobs(state).expand(shape) for state in self.states], 2)
+
+    @property
+    def target_logprobs(self) -> torch.Tensor:
+        """Compute [W, G, K + 1, V] of the target at each draft and after the last one."""
+        with torch.no_grad():
+            first = self.text.target_logprobs(self.first)[:, None, None]
+            first = first.expand(-1, self.tokens.shape[1], -1, -1)
+            return torch.cat((first, self.text.target_logprobs(self.read)), 2)
+
+    def parts(self) -> list[slice]:
+        """Return slices of the windows whose log-probabilities may be held at once."""
+        return window_parts(*self.tokens.shape, vocab=self.text.vocab, device=self.tokens.device)
+
+    def part(self, rows: slice) -> Self:
+        """Select some windows."""
+        windows = self.windows
+        return replace(
+            self,
+            windows=SampledWindows(
+                owners=windows.owners[rows],
+                turns=windows.turns[rows],
+                columns=windows.columns[rows],
+                scores=windows.scores[rows],
+                draft_uniforms=windows.draft_uniforms[rows],
+                coins=windows.coins[rows],
+            ),
+            tokens=self.tokens[rows],
+            states=[state[rows] for state in self.states],
+            first=self.first[rows],
+            read=self.read[rows],
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout(Drafts):
+    """Drafts from some windows, and their verification."""
+
     verified: Verified
+
+    def part(self, rows: slice) -> Rollout:
+        """Select some windows, with their verification."""
+        fields = {f.name: getattr(self.verified, f.name)[rows] for f in dataclass_fields(Verified)}
+        return replace(Drafts.part(self, rows), verified=Verified(**fields))
+
+
+def window_parts(windows: int, group: int, depths: int, *, vocab: int, device: torch.device) -> list[slice]:
+    """Return slices of windows, at least one each, whose float32 log-probabilities fill `PART_BYTES`.
+
+    >>> window_parts(5, 8, 3, vocab=2**16, device=torch.device("cpu"))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    step = max(1, PART_BYTES[device.type] // (4 * group * depths * vocab))
+    return [slice(first, min(first + step, windows)) for first in range(0, windows, step)]
 
 
 def logprobs_of(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

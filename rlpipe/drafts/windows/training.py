@@ -12,23 +12,40 @@ MTP layer, `drafts.windows.eagle3` for an EAGLE-3 draft), verification `rlpipe.s
 
 All randomness comes from (seed, step, trajectory), so windows, drafts and coins do not depend on how
 trajectories are divided into micro-batches and ranks.
+
+Distributions exist for a part of the windows at a time (`rollout.window_parts`): while tokens are sampled,
+while they are verified, and in the loss, which is checkpointed. So memory is linear in the vocabulary and
+bounded by some times `PART_BYTES`, or the G K V numbers of one window. For all windows only states
+[W, G, K, H] and tokens are held.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from functools import reduce
+from operator import add
+
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.objectives.windows import LOSSES
-from rlpipe.drafts.windows.reward import expected_reward, proximity_gap, window_reward
-from rlpipe.drafts.windows.rollout import Rollout, SampledWindows, Verified, WindowDrafter, logprobs_of
+from rlpipe.drafts.windows.reward import proximity_gap
+from rlpipe.drafts.windows.rollout import (
+    Drafts,
+    Rollout,
+    SampledWindows,
+    Verified,
+    WindowDrafter,
+    logprobs_of,
+    window_parts,
+)
 from rlpipe.drafts.windows.selection import hard_share, sample_windows, window_scores
 from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.spec.sampling import sample_cdf
-from rlpipe.spec.verify import verify_chain
 
 
 class WindowTraining:
@@ -40,7 +57,7 @@ class WindowTraining:
     def __init__(
         self, config: PpowConfig, objective: DraftObjective, *, depths: int, steps: int, seed: int
     ) -> None:
-        self._config, self._loss = config, LOSSES[objective]
+        self._config, self._objective = config, LOSSES[objective]
         self._depths, self._steps, self._seed = depths, steps, seed
 
     def loss(self, text: WindowDrafter, step: int) -> tuple[torch.Tensor, PpowTotals] | None:
@@ -49,7 +66,22 @@ class WindowTraining:
         step: updates so far. Returns None where no turn is long enough for a window.
         """
         rollout = self.rollout(text, step)
-        return None if rollout is None else self._loss(rollout, self.hard_share(step), self._config)
+        if rollout is None:
+            return None
+        hard, parts = self.hard_share(step), rollout.parts()
+        if len(parts) == 1:
+            return self._objective.loss(rollout, hard, self._config)
+
+        # Distributions of a part are freed when its loss is known, and computed again for its gradient.
+        def run(part: Rollout, *states: torch.Tensor) -> tuple[torch.Tensor, PpowTotals]:
+            return self._objective.loss(replace(part, states=states), hard, self._config)
+
+        losses = [
+            checkpoint(run, part, *part.states, use_reentrant=False, preserve_rng_state=False)
+            for part in map(rollout.part, parts)
+        ]
+        totals, sums = zip(*losses, strict=True)
+        return torch.stack(totals).sum(), reduce(add, sums)
 
     def hard_share(self, step: int) -> float:
         """Return the share of windows sampled by their score in the update after `step` others."""
@@ -70,15 +102,24 @@ class WindowTraining:
         device = text.start(windows, self._config.group_size)
         uniforms = windows.draft_uniforms.to(device)
         tokens: list[torch.Tensor] = []
-        logprobs: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
         for depth in range(self._depths):
-            logprobs.append(text.draft(tokens[-1] if depth else None))
-            tokens.append(_sampled(logprobs[-1], uniforms[..., depth]))
-        drafts, log_q = torch.stack(tokens, 2), torch.stack(logprobs, 2)
+            states.append(text.draft(tokens[-1] if depth else None))
+            tokens.append(_sampled(text, states[-1].detach(), uniforms[..., depth], depths=self._depths))
 
+        stacked = torch.stack(tokens, 2)
         with torch.no_grad():
-            verified = self._verify(text, drafts, log_q.detach(), coins=windows.coins.to(device))
-        return Rollout(text=text, windows=windows, tokens=drafts, logprobs=log_q, verified=verified)
+            drafts = Drafts(
+                text=text,
+                windows=windows,
+                tokens=stacked,
+                states=states,
+                first=text.first(),
+                read=text.read(stacked),
+                draft_cost=self._config.draft_cost or text.draft_cost,
+            )
+            verified = self._verify(drafts)
+        return Rollout(**{f.name: getattr(drafts, f.name) for f in fields(Drafts)}, verified=verified)
 
     def _sample(
         self, text: WindowDrafter, scores: torch.Tensor, *, complete: torch.Tensor, step: int
@@ -114,47 +155,68 @@ class WindowTraining:
             coins=coins,
         )
 
-    def _verify(
-        self, text: WindowDrafter, tokens: torch.Tensor, log_q: torch.Tensor, *, coins: torch.Tensor
-    ) -> Verified:
-        """Verify the drafts of the windows by rejection, and compute their rewards."""
-        config, first = self._config, text.first()
-        log_p = torch.cat((first[:, None, None].expand(-1, tokens.shape[1], -1, -1), text.read(tokens)), 2)
+    def _verify(self, drafts: Drafts) -> Verified:
+        """Verify the drafts of the windows, and compute their rewards."""
+        config, objective = self._config, self._objective
+        compares = objective.proximity and config.proximity > 0
+        greedy = self._greedy_logprobs(drafts) if compares else None
 
-        verdict = verify_chain(
-            tokens.flatten(0, 1),
-            log_q.flatten(0, 1).exp(),
-            log_p.flatten(0, 1).exp(),
-            coins.flatten(0, 1),
-            torch.zeros_like(coins[..., 0]).flatten(),  # the token after the window is not used
-        )
-        accepted = verdict.num_accepted.view(tokens.shape[:2])
+        parts = []
+        for rows in drafts.parts():
+            part = drafts.part(rows)
+            log_p, tokens = part.target_logprobs, part.tokens
+            coins = part.windows.coins.to(tokens.device)
+            verdict = objective.verify(
+                tokens.flatten(0, 1),
+                part.logprobs.flatten(0, 1).exp(),
+                log_p.flatten(0, 1).exp(),
+                coins.flatten(0, 1),
+                torch.zeros_like(coins[..., 0]).flatten(),  # the token after the window is not used
+            )
+            accepted = verdict.num_accepted.view(tokens.shape[:2])
 
-        # R_dist compares the drafts with the window that the target would write greedily.
-        gap = torch.zeros_like(accepted, dtype=torch.float32)
-        if config.proximity:
-            largest, token = first.max(-1)
-            best = [largest]
-            for _ in range(1, self._depths):
-                largest, token = text.greedy(token).max(-1)
-                best.append(largest)
-            gap = proximity_gap(torch.stack(best, 1)[:, None], logprobs_of(log_p[:, :, :-1], tokens))
+            # R_dist compares the drafts with the window that the target would write greedily.
+            gap = torch.zeros_like(accepted, dtype=torch.float32)
+            if greedy is not None:
+                gap = proximity_gap(greedy[rows][:, None], logprobs_of(log_p[:, :, :-1], tokens))
 
-        cost = config.draft_cost or text.draft_cost
-        rules = {"draft_cost": cost, "proximity": config.proximity, "tolerance": config.tolerance}
-        if config.expected_reward:
-            rewards = expected_reward(verdict.accept_prob.view_as(tokens), gap, **rules)
-        else:
-            rewards = window_reward(accepted, gap, **rules)
-        close = (accepted == 0) & (gap < config.tolerance) & (config.proximity > 0)
+            rewards = objective.reward(
+                accepted,
+                verdict.accept_prob.view_as(tokens),
+                gap,
+                draft_cost=drafts.draft_cost,
+                config=config,
+            )
+            close = (accepted == 0) & (gap < config.tolerance) & compares
+            parts.append((accepted, rewards, gap, close))
 
-        return Verified(logprobs=log_p[:, :, :-1], num_accepted=accepted, rewards=rewards, close=close)
+        accepted, rewards, gap, close = (torch.cat(values) for values in zip(*parts, strict=True))
+        return Verified(num_accepted=accepted, rewards=rewards, gap=gap, close=close)
+
+    def _greedy_logprobs(self, drafts: Drafts) -> torch.Tensor:
+        """Compute log-probabilities [W, K] of the window that the target would write greedily."""
+        text, states, best = drafts.text, drafts.first, []
+        for depth in range(self._depths):
+            largest, token = text.target_logprobs(states).max(-1)
+            best.append(largest)
+            if depth + 1 < self._depths:
+                states = text.greedy(token)
+        return torch.stack(best, 1)
 
 
-def _sampled(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample a token of each distribution: [W, G, V] and [W, G] -> [W, G]."""
-    probs = logprobs.detach().flatten(0, 1).exp()
-    return sample_cdf(probs, uniforms.flatten()).view_as(uniforms)
+@torch.no_grad()
+def _sampled(
+    text: WindowDrafter, states: torch.Tensor, uniforms: torch.Tensor, *, depths: int
+) -> torch.Tensor:
+    """Sample a token after each state: [W, G or 1, H] and uniforms [W, G] -> [W, G].
+
+    depths: K. Windows are taken in the parts of `window_parts`.
+    """
+    tokens = []
+    for rows in window_parts(*uniforms.shape, depths, vocab=text.vocab, device=states.device):
+        logprobs = text.draft_logprobs(states[rows]).expand(*uniforms[rows].shape, -1)
+        tokens.append(sample_cdf(logprobs.flatten(0, 1).exp(), uniforms[rows].flatten()))
+    return torch.cat(tokens).view_as(uniforms)
 
 
 def _generator(seed: int, step: int, row: int) -> torch.Generator:

@@ -35,5 +35,7 @@ def test_what_is_written_is_read_again():
     assert again.online and again.windows and again.supervised is DraftObjective.E2E_TV
 
 
-def test_ppow_alone_is_not_supervised():
-    assert set(DraftObjective) - set(SUPERVISED) == {DraftObjective.PPOW}
+@pytest.mark.parametrize("name", ["ppow", "ppow_exact", "exact_window", "exact_block"])
+def test_objectives_on_windows_are_not_supervised(name):
+    assert DraftObjective(name) not in SUPERVISED and DraftConfig(objective=name).windows
+    assert len(SUPERVISED) + 4 == len(DraftObjective)
