@@ -219,21 +219,23 @@ def test_a_resumed_run_is_bit_equal_and_its_curriculum_goes_on(target, start, tr
     assert again == shares[2:] and all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["sampled reward", "expected reward"])
-def test_forty_steps_raise_the_reward(target, start, trajectories, exact):
+@pytest.mark.parametrize("objective", ["ppow", "exact_window"])
+def test_forty_steps_raise_the_reward(target, start, trajectories, objective):
     """Without the anchor, so that nothing but the reward teaches.
 
-    The last four steps' mean was 2.3 to 3.3 times the first four's, over three seeds and both vocabularies.
+    The last four steps' mean of PPOW was 2.3 to 3.3 times the first four's, over three seeds and both
+    vocabularies.
     """
     rules = {"draft_cost": 0.1, "kl_coef": 0.0, "hard_start": 0.0, "hard_end": 0.0}
-    ppow, batch = PpowConfig(windows=6, expected_reward=exact, **rules), packed(trajectories)
-    trainer = make(target, start, trajectories, ppow, steps=40, lr=1e-2)
+    ppow, batch = PpowConfig(windows=6, **rules), packed(trajectories)
+    trainer = make(target, start, trajectories, ppow, steps=40, lr=1e-2, objective=objective)
     told = [reduce([trainer.adapt_step(batch)]) for _ in range(40)]
     first, last = (
         np.mean([[step[name].value() for step in part] for name in ("ppow/reward", "ppow/accepted")], axis=1)
         for part in (told[:4], told[-4:])
     )
-    assert (last > 1.3 * first).all()
+    # The speed-up of the exact objective holds the target's own token, which no draft can raise.
+    assert last[1] > 1.3 * first[1] and last[0] > (1.3 if objective == "ppow" else 1.05) * first[0]
 
 
 def test_the_cost_of_a_draft_leaves_embedding_and_heads_out(target, start):

@@ -7,6 +7,7 @@ import torch
 
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights
 from tests.helpers.cli import ROOT, SMALL, run
+from tests.helpers.eagle3_drafts import write_random_draft
 
 pytestmark = pytest.mark.integration
 
@@ -42,17 +43,31 @@ def test_a_resumed_run_of_the_recipe_ends_bit_equal(tmp_path):
     assert results["objective"]["loss"] == "ppow" and list(results["evaluations"]) == ["1", "2"]
 
 
-def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path):
+def test_a_layer_adapts_by_the_exact_gradient_under_block_verification(tmp_path):
+    few = [*FEW, "run.steps=1", "draft.objective=exact_block", "adapt.eval_modes=[block]"]
+    result = run("+recipe=mtp_adapt", "run.dir=out", *few, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (last,) = records(tmp_path / "out")
+    assert last["mtp/grad_norm"] > 0 and last["ppow/reward"] > 1 and last["ppow/close_windows"] in (0, None)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["objective"]["loss"] == "exact_block"
+
+
+@pytest.mark.parametrize(("drafter", "objective"), [("mtp", "ppow"), ("eagle3", "exact_window")])
+def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path, drafter, objective):
     online = [
         "+recipe=swe_rl",
         "cluster=inline",
         "draft.train=online",
-        "draft.objective=ppow",
+        f"draft.objective={objective}",
         "ppow.windows=1",
         *SMALL,
         "run.steps=1",
     ]
     online += ["val.every=0", "metrics.wandb=off", "run.dir=out"]
+    if drafter == "eagle3":
+        draft = write_random_draft(tmp_path / "draft", ROOT / "models" / "tiny", scale=0.05)
+        online += ["spec.drafter=eagle3", f"spec.draft_path={draft}"]
     result = run(*online, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     last = records(tmp_path / "out")[-1]
@@ -60,4 +75,5 @@ def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path
 
     greedy = ["rollout.temperature=0", "spec.mode=greedy", "val.temperature=0"]
     result = run(*online, *greedy, "run.dir=greedy", cwd=tmp_path)
-    assert result.returncode == 2 and "draft.objective=ppow verifies drafts by rejection" in result.stderr
+    refusal = f"draft.objective={objective} verifies drafts by rejection"
+    assert result.returncode == 2 and refusal in result.stderr

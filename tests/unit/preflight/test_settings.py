@@ -66,9 +66,11 @@ def test_what_gated_delta_nets_cannot_have_is_refused_with_what_to_use_instead(t
         check(config)
     config.run.half = RunMode.TRAIN  # rolled out elsewhere
     check(config)
-    config.draft = DraftConfig(train=DraftTrain.ONLINE, objective=DraftObjective.PPOW)
-    with pytest.raises(ValueError, match=r"draft.objective=ppow .* keep none: set draft.objective=e2e_tv"):
-        check(config)
+    for name in (DraftObjective.PPOW, DraftObjective.EXACT_WINDOW):
+        config.draft = DraftConfig(train=DraftTrain.ONLINE, objective=name)
+        refusal = rf"draft.objective={name} .* keep none: set draft.objective=e2e_tv"
+        with pytest.raises(ValueError, match=refusal):
+            check(config)
     config.draft = DraftConfig()
     for trainer, words in (
         (TrainerConfig(cp=4), r"trainer.cp=4 .*linear_num_key_heads=2. Set trainer.cp to one of \[1, 2\]"),
