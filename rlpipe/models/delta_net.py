@@ -6,6 +6,7 @@ either a delta net or attention whose output is gated, and norms that multiply b
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,18 @@ DRAFT = (
     Part(("eh_proj.weight",), ("fc.weight",), Layout.ROWS),
     Part(("final_layernorm.weight",), ("norm.weight",), served="model.norm.weight"),
 )
+
+
+def check_kernel(path: str) -> None:
+    """Refuse to train delta nets on a GPU without their kernel. path: of the model. Raises ValueError.
+
+    In plain torch the rule is a float32 loop over chunks: hundreds of thousands of launches a micro-batch.
+    """
+    if importlib.util.find_spec("fla") is None:
+        raise ValueError(
+            f"model.path={path!r} has gated delta nets, and their kernel for GPUs is not installed: pip "
+            'install "rlpipe[gpu]" -c constraints_gpu.txt (flash-linear-attention), or train on a CPU.'
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

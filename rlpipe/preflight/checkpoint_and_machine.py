@@ -42,6 +42,7 @@ from rlpipe.models.checkpoint import (
     read_json,
     weight_shapes,
 )
+from rlpipe.models.delta_net import check_kernel
 from rlpipe.preflight.memory_estimate import conversation_bytes
 
 _CONNECT_S = 3.0
@@ -340,6 +341,11 @@ def _check_gpus(config: Config, ray: bool) -> None:
         raise ValueError(
             f"rollout.device={device}, and there are {count} GPUs: set cuda:0 to cuda:{count - 1}."
         )
+
+    if config.run.half.trains and ray:
+        path = resolve_model(config.model.path)
+        if read_architecture(read_config(path)).delta:
+            check_kernel(str(path))
 
     # Each engine and each trainer rank has its GPUs, unless the two share them.
     rollout, run_mode, shared = config.rollout, config.run.half, config.cluster.share_gpus

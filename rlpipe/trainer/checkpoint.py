@@ -34,6 +34,7 @@ from rlpipe.config.draft_vocab import write_table
 from rlpipe.models.checkpoint import DRAFT_VOCAB, read_weights, write_checkpoint
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.optimizer import PolicyOptimizer
+from rlpipe.trainer.optimizer_shards import own_shares
 from rlpipe.trainer.unpickling import nothing_executed
 
 
@@ -227,7 +228,8 @@ def _tensors(trainer: Resumable, *, loading: bool) -> dict[str, Any]:
         model = {name: part for name, part in model.items() if name.startswith(("adapters.", "mtp."))}
 
     # Megatron leaves out a step count of 0, and fails to save without one.
-    optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    with own_shares(trainer.optimizer.inner):
+        optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     if not loading:
         states = optimizer.get("optimizer", optimizer).get("state")
         if states is not None:
@@ -249,7 +251,8 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
                 optimizer
             )
 
-    chained.load_state_dict(state)
+    with own_shares(chained):
+        chained.load_state_dict(state)
     for optimizer in chained.chained_optimizers:
         vars(optimizer).pop("_set_main_param_and_optimizer_states", None)
 

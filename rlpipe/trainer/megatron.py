@@ -38,7 +38,9 @@ from rlpipe.config.draft import DraftConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel, with_layers
 from rlpipe.metrics.values import Mean, Value, reduce
+from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights
+from rlpipe.models.delta_net import check_kernel
 from rlpipe.trainer import runtime
 from rlpipe.trainer.passes import Companion, Passes, Predictions, Scores, schedule
 
@@ -121,16 +123,13 @@ class MegatronTrainer:
     def _build(self, mtp: DraftConfig, *, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
         """Build the draft's passes, the models and the optimizer."""
         from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         from rlpipe.trainer.draft import DraftPasses
         from rlpipe.trainer.hf_bridge import load_hf_weights
         from rlpipe.trainer.model import build_model
         from rlpipe.trainer.optimizer import PolicyOptimizer
+        from rlpipe.trainer.reduction import OrderedReduction
 
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group = parallel_state.get_data_parallel_group()
@@ -150,6 +149,9 @@ class MegatronTrainer:
             seed=seed,
         )
 
+        if self._runtime.device.type == "cuda" and read_architecture(self._hf_config).delta:
+            check_kernel(str(self._path))
+
         def load_policy() -> PolicyModel:
             model = build_model(self._hf_config, self._config, self._runtime)
             load_hf_weights(model, self._hf_config, read_weights(self._path))
@@ -166,10 +168,13 @@ class MegatronTrainer:
             lora = self._config.lora.active
             self._reference = self.model if lora else load_policy().requires_grad_(requires_grad=False)
 
-        sharded = self._config.distributed_optimizer
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self._config.distributed_optimizer,
+            overlap_grad_reduce=True,
+        )
         self._wrapped = DistributedDataParallel(self.model.config, ddp, self.model)
-        self.model.config.finalize_model_grads_func = finalize_model_grads
+        OrderedReduction(self._wrapped)
         self.optimizer = PolicyOptimizer(self._config, mtp, self._wrapped, steps=optimizer_steps)
 
     @property

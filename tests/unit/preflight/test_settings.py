@@ -16,6 +16,7 @@ from rlpipe.config.run import ClusterConfig, ClusterMode, Config, ModelConfig, R
 from rlpipe.config.run_mode import RunMode
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LayerSpec, TrainerConfig
+from rlpipe.preflight.checkpoint_and_machine import check_machine
 from rlpipe.preflight.settings import check, check_adapt
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
@@ -144,3 +145,20 @@ def test_a_schedule_that_adaptation_does_not_follow_is_refused(setting):
     config = Config(task=Task.MTP_ADAPT, draft=DraftConfig(**setting))
     with pytest.raises(ValueError, match=rf"draft\.{name}=.*adapt\.warmup"):
         check_adapt(config)
+
+
+def test_delta_nets_are_not_trained_on_a_gpu_without_their_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    config = Config(rollout=RolloutConfig(device="cuda"), cluster=ClusterConfig(mode=ClusterMode.RAY))
+    config.model = ModelConfig(path=str(write_random_checkpoint(tmp_path / "hybrid", "qwen3_next")))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r'has gated delta nets.*pip install "rlpipe\[gpu\]".*or train on a CPU'
+    ):
+        check_machine(config)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    check_machine(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config.model = ModelConfig(path=str(write_random_checkpoint(tmp_path / "dense", "qwen3")))
+    check_machine(config)
