@@ -34,6 +34,7 @@ from rlpipe.trainer.attention import BranchPlan, branch_attention, has_flash
 from rlpipe.trainer.delta_net import GatedDeltaNet, Succession
 from rlpipe.trainer.experts import MixtureOfExperts, Replay, ReplayingLayer, Router
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
+from rlpipe.trainer.grouped import GroupedExperts
 from rlpipe.trainer.mla import LatentConfig, latent_layer
 
 
@@ -277,6 +278,9 @@ def _layer(config: TransformerConfig, num_experts: int | None, *, te: bool) -> M
     if num_experts:
         parts.mlp.module = MixtureOfExperts
         parts.mlp.submodules.router = Router
+        parts.mlp.submodules.experts = ModuleSpec(
+            module=GroupedExperts, submodules=parts.mlp.submodules.experts.submodules
+        )
     return layer
 
 
