@@ -2,11 +2,12 @@
 
 With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has its own.
 
-Owns placement, the trainer's ranks, and how weights reach the workers; `workers.py` calls, replaces, adds and
-drains these. Weights pass from trainer to workers as an object-store reference, or the trainer's first rank
-sends them to all SGLang servers at once (rollout.sglang.weight_transfer=collective, ipc). When a trainer rank
-dies or hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts new ones, which then
-load a checkpoint. With run.half=train there are no workers, with run.half=rollout no ranks.
+Owns the trainer's ranks and how weights reach the workers; `placement.py` reserves their places, `workers.py`
+calls, replaces, adds and drains workers. Weights pass from trainer to workers as an object-store reference,
+or the trainer's first rank sends them to all SGLang servers at once
+(rollout.sglang.weight_transfer=collective, ipc). When a trainer rank dies or hangs, all ranks are ended and
+`TrainerLost` is raised; `rebuild_trainer` starts new ones, which then load a checkpoint. With run.half=train
+there are no workers, with run.half=rollout no ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.actors.handles import Remote, RolloutHandle, TrainerHandle
+from rlpipe.actors.placement import Placement
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.actors.workers import Workers, close, first_line, wait_for_answer
@@ -107,17 +107,12 @@ class RayCluster(Cluster):
         check_capacity(config, ray.cluster_resources())
         check_places(config, ray.nodes(), ray.get_runtime_context().get_node_id())
         gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
-        self._pairs: PlacementGroup | None = None
         if config.cluster.share_gpus:
-            self._pairs, gpus = _pairs(config.rollout.workers), 0.5
+            check_pairs(config.rollout.workers, ray.cluster_resources())
+        self._places = Placement(config, gpus=bool(gpus))
+        if config.cluster.share_gpus:
+            gpus = 0.5
         self._options = {"num_cpus": 1, "num_gpus": gpus * config.rollout.cards, "max_concurrency": 1000}
-        self._workers = Workers(
-            config.cluster,
-            self._spawn_rollout,
-            count=config.rollout.workers * run_mode.generates,
-            on_event=on_event,
-        )
-
         # Only where the trainer broadcasts weights: its group with the servers.
         self._group: Rendezvous | None = None
         self._buckets: Sequence[Bucket] = ()
@@ -126,7 +121,17 @@ class RayCluster(Cluster):
         threads = {_WRITING: 1, _GIVING: 1}
         self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": threads}
         self._trainers: list[TrainerHandle] = []
-        if run_mode.trains:
+
+        # On a shared GPU a server measures the free memory while it starts, so the trainer's is taken before.
+        if run_mode.trains and config.cluster.share_gpus:
+            self._start_trainers()
+        self._workers = Workers(
+            config.cluster,
+            self._spawn_rollout,
+            count=config.rollout.workers * run_mode.generates,
+            on_event=on_event,
+        )
+        if run_mode.trains and not config.cluster.share_gpus:
             self._start_trainers()
 
         # Return only when every engine has started.
@@ -252,6 +257,7 @@ class RayCluster(Cluster):
     def kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
+        self._places.close()
 
     @property
     def _actors(self) -> list[RolloutHandle | TrainerHandle]:
@@ -262,7 +268,7 @@ class RayCluster(Cluster):
 
         Raises ValueError where Ray has no capacity for them, RayError when one does not start.
         """
-        if self._pairs is not None or not self._workers.members:
+        if self._config.cluster.share_gpus or not self._workers.members:
             raise ValueError(
                 f"cluster.share_gpus={self._config.cluster.share_gpus} and run.half={self._config.run.half}: "
                 "workers join only a run that generates and shares no GPUs."
@@ -270,7 +276,8 @@ class RayCluster(Cluster):
 
         needed = {"CPU": self._cpus_of_added, "GPU": self._options["num_gpus"]}
         free = ray.available_resources()
-        if short := [name for name, each in needed.items() if each * count > free.get(name, 0)]:
+        new = max(0, count - self._places.free)  # the others take places of drained workers
+        if short := [name for name, each in needed.items() if each * new > free.get(name, 0)]:
             available = {name: free.get(name, 0) for name in short}
             raise ValueError(
                 f"{count} more rollout workers need {needed} each, and Ray has {available} free: add fewer, "
@@ -280,7 +287,9 @@ class RayCluster(Cluster):
 
     async def drain_worker(self, number: int, grace: float) -> int:
         """Take a rollout worker out; see `Workers.leave`."""
-        return await self._workers.leave(number, grace)
+        repeated = await self._workers.leave(number, grace)
+        self._places.leave(number)
+        return repeated
 
     def workers(self) -> list[dict[str, Any]]:
         """List every rollout worker: its number, its load, whether it leaves."""
@@ -290,8 +299,9 @@ class RayCluster(Cluster):
         ]
 
     def _spawn_rollout(self, number: int) -> RolloutHandle:
-        options = self._options | self._placement(number)
-        if number >= self._config.rollout.workers:
+        place = self._places.of_worker(number)
+        options = self._options | place
+        if not place:
             options["num_cpus"] = self._cpus_of_added
         actor: Any = ray.remote(RolloutWorker).options(**options)
         return actor.remote(self._config, number)
@@ -306,7 +316,7 @@ class RayCluster(Cluster):
         world_size = self._config.trainer.world_size
         actor: Any = ray.remote(**self._trainer_options)(TrainerWorker)
         self._trainers = [
-            actor.options(**self._placement(rank)).remote(self._config, rank, world_size)
+            actor.options(**self._places.of_rank(rank)).remote(self._config, rank, world_size)
             for rank in range(world_size)
         ]
 
@@ -351,26 +361,17 @@ class RayCluster(Cluster):
                 ray.kill(rank)
         return TrainerLost(f"{kind}: {fields}")
 
-    def _placement(self, n: int) -> dict[str, Any]:
-        """Options of worker n or rank n: in the bundle of their pair, if they share a GPU."""
-        if self._pairs is None:
-            return {}
-        strategy = PlacementGroupSchedulingStrategy(self._pairs, placement_group_bundle_index=n)
-        return {"scheduling_strategy": strategy}
 
-
-def _pairs(count: int) -> PlacementGroup:
-    """Reserve a GPU and two CPUs for each worker and its trainer rank. Raises ValueError if Ray has fewer."""
+def check_pairs(count: int, supply: Mapping[str, float]) -> None:
+    """Refuse more pairs of worker and trainer rank than the cluster has GPUs for. Raises ValueError."""
     needed = {"GPU": count, "CPU": 2 * count}
-    resources = ray.cluster_resources()
-    if short := [name for name, amount in needed.items() if resources.get(name, 0) < amount]:
-        available = {name: resources.get(name, 0) for name in short}
+    if short := [name for name, amount in needed.items() if supply.get(name, 0) < amount]:
+        available = {name: supply.get(name, 0) for name in short}
         raise ValueError(
             f"cluster.share_gpus=true with {count} workers needs {needed}, and Ray has {available}: lower "
             "rollout.workers and trainer.tp * trainer.cp * trainer.pp * trainer.dp, or set "
             "cluster.share_gpus=false."
         )
-    return ray.util.placement_group([{"GPU": 1, "CPU": 2}] * count)
 
 
 def _on(group: str, method: Remote[T]) -> Remote[T]:

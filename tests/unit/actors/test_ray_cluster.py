@@ -1,6 +1,7 @@
 """What counts as a dead or hung process, and how a dead one is replaced; the actors are played."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
@@ -52,6 +53,7 @@ def cluster_of(worker, replacements, **settings):
     )
     cluster._workers.newest = lambda worker: worker.update_weights.remote("version 3")
     cluster._trainers = [worker]
+    cluster._places = SimpleNamespace(close=lambda: None)
     return cluster, events
 
 
