@@ -29,8 +29,12 @@ def rollouts():
 def gpus(actors):
     return ray.get([a.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]) for a in actors])
 
+order = []
+start, spawn = RayCluster._start_trainers, RayCluster._spawn_rollout
+RayCluster._start_trainers = lambda self: (start(self), order.append("trainer started"))
+RayCluster._spawn_rollout = lambda self, number: (order.append("server"), spawn(self, number))[1]
 cluster = RayCluster(config, lambda *_, **__: None)
-told = {"workers": gpus(rollouts()), "ranks": gpus(cluster._trainers)}
+told = {"workers": gpus(rollouts()), "ranks": gpus(cluster._trainers), "order": list(order)}
 ray.kill(rollouts()[0])
 asyncio.run(cluster.rollout_metrics())  # it is replaced
 told["replaced"] = gpus(rollouts())
@@ -55,6 +59,11 @@ def told():
 def test_worker_and_rank_of_one_number_share_a_gpu_and_different_numbers_do_not(told):
     assert told["workers"] == told["ranks"]
     assert sorted(told["workers"]) == ["0", "1"]
+
+
+def test_servers_measure_the_memory_of_a_gpu_once_the_trainer_has_its_own(told):
+    """SGLang dies where memory that it saw as free is taken by the trainer before its weights are loaded."""
+    assert told["order"] == ["trainer started", "server", "server"]
 
 
 def test_a_replaced_worker_returns_to_its_gpu(told):

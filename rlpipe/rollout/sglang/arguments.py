@@ -28,6 +28,7 @@ from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import family_of, read_architecture
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.models.grafted import fits_mimo, is_grafted
+from rlpipe.rollout.sglang.card import server_fraction
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.rollout.sglang.routes import check_routes
 from rlpipe.spec import gamma
@@ -150,7 +151,8 @@ def command(
     else:
         arguments += ["--base-gpu-id", rollout.device.partition(":")[2] or 0]
         if sglang.memory_fraction:
-            arguments += ["--mem-fraction-static", sglang.memory_fraction]
+            fraction = server_fraction(sglang.memory_fraction, rollout.device)
+            arguments += ["--mem-fraction-static", fraction]
     if backend:
         arguments += ["--attention-backend", backend]
 

@@ -1,0 +1,55 @@
+"""The share of a GPU that a server may take, as SGLang reads it.
+
+SGLang's fraction is of the memory that is free when it starts: it leaves (1 - fraction) of that unused.
+`rollout.sglang.memory_fraction` is of the whole GPU, which a trainer may use already.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+MIB = 1 << 20
+_LARGEST = 0.97  # of the free memory: kernels and CUDA graphs are allocated beside it
+
+
+def server_fraction(share: float, device: str) -> float:
+    """Return SGLang's fraction for a share of a GPU; the share itself where nvidia-smi does not answer.
+
+    device: of the settings, cuda or cuda:N. Raises ValueError where less than the share is free.
+    """
+    index = int(device.partition(":")[2] or 0)
+    memory = _free_and_total(index)
+    return share if memory is None else fraction_of_free(share, *memory)
+
+
+def fraction_of_free(share: float, free: int, total: int) -> float:
+    """Compute share * total / free, all in bytes. Raises ValueError where less than the share is free.
+
+    >>> fraction_of_free(0.4, free=50 << 30, total=80 << 30)
+    0.64
+    """
+    fraction = share * total / free if free else 1.0
+    if fraction > _LARGEST:
+        raise ValueError(
+            f"rollout.sglang.memory_fraction={share} of a GPU of {total >> 30} GiB, and {free >> 30} GiB are "
+            "free: lower it or trainer.micro_batch_tokens, or end what else uses the GPU (nvidia-smi)."
+        )
+    return round(fraction, 3)
+
+
+def _free_and_total(index: int) -> tuple[int, int] | None:
+    """Read the bytes of a GPU, counted among those that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[index] if visible != [""] and index < len(visible) else str(index)
+    if shutil.which("nvidia-smi") is None:
+        return None
+
+    query = ["--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits", f"--id={name}"]
+    done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=60, check=False)
+    numbers = done.stdout.split(",")
+    if done.returncode or len(numbers) != 2:
+        return None
+    free, total = (int(number) * MIB for number in numbers)
+    return free, total
