@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.actors.engines import make_engine
+from rlpipe.actors.network import choose_interface
 from rlpipe.algo.correction import top_logprobs
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
@@ -41,6 +42,7 @@ class RolloutWorker:
     """Owns its engine and sandbox; `close` frees both. number: of this worker in the run, from 0."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
+        choose_interface(config)
         busy = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}
         self._number = number
         self._spans = SpanLog(f"rollout {number}", busy)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlpipe.actors.network import choose_interface
 from rlpipe.actors.trainers import make_trainer, train_alongside
 from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.correction import make_rule, token_data
@@ -39,6 +40,7 @@ class TrainerWorker:
     """Rank `rank` of `world_size`; `start` joins the process group."""
 
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
+        choose_interface(config)
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._saving: list[Saving | SavingHf | SavingDraft] = []

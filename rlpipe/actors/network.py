@@ -1,0 +1,36 @@
+"""The network interface of process groups between machines.
+
+gloo binds the address that the host's name resolves to, which on Debian is 127.0.1.1: ranks of two machines
+then wait for each other for ever. NCCL takes the first interface that looks usable. Both use the one by which
+Ray's nodes reach each other, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. SGLang's servers get
+these variables from their workers.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from rlpipe.config.run import Config
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def choose_interface(config: Config) -> None:
+    """Set both variables in this actor of a Ray cluster; a Ray of this machine alone needs none."""
+    if not config.cluster.address:
+        return
+    import ray
+
+    if name := interface_of(ray.util.get_node_ip_address()):
+        for variable in VARIABLES:
+            os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address; empty where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return ""
