@@ -61,6 +61,7 @@ def write_random_checkpoint(
     rope_parameters: dict[str, Any] | None = None,
     mtp_layers: int = 1,
     normed: bool = True,
+    experts: int = 8,
     expert_intermediate: int = 12,
     qk_norm: bool = True,
     query_rank: int | None = 20,
@@ -73,7 +74,7 @@ def write_random_checkpoint(
 
     scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
     the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
-    normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1;
+    normed: whether the weights of a token's experts (2 of `experts`, of the qwen3_moe family) sum to 1;
     expert_intermediate: channels of one. qk_norm: of the glm4_moe family, whose first layer is dense, as that
     of deepseek_v3 is; of this, query_rank: `q_lora_rank`, groups of experts, of which a token reads one,
     interleaved: whether neighbours are rotated together. key_heads: of delta nets, with two value heads each.
@@ -112,7 +113,7 @@ def write_random_checkpoint(
         config["sliding_window"] = None
     glm, latent = family == "glm4_moe", family == "deepseek_v3"
     shared = glm or latent
-    experts = 8 if family == "qwen3_moe" or shared else 0
+    experts = experts if family == "qwen3_moe" or shared else 0
     if shared:
         config |= {"n_routed_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
         config |= {"moe_intermediate_size": expert_intermediate, "n_shared_experts": 1, "n_group": 1}
