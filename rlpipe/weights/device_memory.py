@@ -2,11 +2,18 @@
 
 Not by torch's handles: they fit only a torch of the same version, and a server has another one.
 The side of the server is in `served/rlpipe_shared_weights.py`.
+
+Who closes first: CUDA leaves it undefined to free memory that another process still maps. A server closes
+what it mapped when it is given other memory, or at its end, and a hanging one never; so this side frees none.
+It allocates once in a process, for the largest bucket of the run (`memory_of`), and again only if one grows.
+The driver may give later memory the same handle, so each has a `generation`, and servers compare it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import uuid
 from typing import Any
 
 import torch
@@ -19,18 +26,18 @@ class Handle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """The same as `HostMemory` on a GPU. Its calls raise RuntimeError with the driver's error code."""
+    """The same as `HostMemory` on a GPU, never freed. Calls raise RuntimeError with the driver's error."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
-        self._pointer = ctypes.c_uint64(0)
+        self._pointer, self._generation = ctypes.c_uint64(0), ""
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> None:
         """Make the memory at least `size` bytes large; its content is lost when it grows."""
         if len(self.bytes) < size:
-            # Memory that other processes map cannot grow, so it is replaced.
-            self.close()
+            # Memory that other processes map cannot grow, so it is left to them and replaced.
+            self._generation = uuid.uuid4().hex
             self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             self.bytes = as_tensor(self._pointer.value, size, self._device)
 
@@ -38,15 +45,12 @@ class DeviceMemory:
         """Wait for all writes, and return what `served/rlpipe_shared_weights.py` needs to map it."""
         handle = Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-        return {"handle": bytes(handle.bytes).hex(), "gpu": uuid, "size": len(self.bytes)}
-
-    def close(self) -> None:
-        """Free it."""
-        self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
-        if self._pointer.value:
-            self._call("cuMemFree_v2", self._pointer)
-            self._pointer.value = 0
+        return {
+            "handle": bytes(handle.bytes).hex(),
+            "generation": self._generation,
+            "gpu": str(torch.cuda.get_device_properties(self._device).uuid),
+            "size": len(self.bytes),
+        }
 
     def _call(self, function: str, *arguments: Any) -> None:
         with torch.cuda.device(self._device):
@@ -54,6 +58,12 @@ class DeviceMemory:
             torch.cuda.synchronize()
             if code := getattr(self._driver, function)(*arguments):
                 raise RuntimeError(f"{function} on {self._device}: CUDA driver error {code}")
+
+
+@functools.cache
+def memory_of(device: torch.device) -> DeviceMemory:
+    """Return the memory that this process shares on a GPU, the same at each call."""
+    return DeviceMemory(device)
 
 
 def as_tensor(pointer: int, size: int, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-_mapped: dict[int | str, torch.Tensor] = {}  # the last two mappings, by inode or handle
+_mapped: dict[int, torch.Tensor] = {}  # the last two mappings of host memory, by inode
+_on_gpu: dict[tuple[str, str], torch.Tensor] = {}  # the last mapping of GPU memory, by handle and generation
 
 
 def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,16 +42,11 @@ def _map(path: str, size: int) -> torch.Tensor:
     memory = _mapped.pop(inode, torch.empty(0, dtype=torch.uint8))
     if len(memory) < size:
         memory = torch.from_file(path, shared=True, size=file.st_size, dtype=torch.uint8)
-    return _remember(inode, memory)
 
-
-def _remember(key: int | str, memory: torch.Tensor) -> torch.Tensor:
-    """Store a mapping and the last one before it; older ones are closed."""
+    # Two blocks are read in turn; older ones are closed.
     for other in list(_mapped)[:-1]:
-        closed = _mapped.pop(other)
-        if closed.is_cuda:
-            _driver("cuIpcCloseMemHandle", ctypes.c_uint64(closed.data_ptr()))
-    _mapped[key] = memory
+        del _mapped[other]
+    _mapped[inode] = memory
     return memory
 
 
@@ -62,8 +58,8 @@ class _Handle(ctypes.Structure):
 
 def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
     """Map the GPU memory with the handle of `layout`. Raises RuntimeError where it is another GPU's."""
-    key = layout["handle"]
-    if (memory := _mapped.pop(key, None)) is None:
+    key = layout["handle"], layout["generation"]
+    if (memory := _on_gpu.get(key)) is None:
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if gpu != layout["gpu"]:
             raise RuntimeError(
@@ -71,8 +67,13 @@ def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
                 "rollout.sglang.weight_transfer=auto."
             )
 
+        # Other memory may have the same handle, which cannot be mapped twice at a time.
+        while _on_gpu:
+            _, closed = _on_gpu.popitem()
+            _driver("cuIpcCloseMemHandle", ctypes.c_uint64(closed.data_ptr()))
+
         pointer, lazily = ctypes.c_uint64(0), ctypes.c_uint(1)
-        handle = _Handle((ctypes.c_ubyte * 64).from_buffer_copy(bytes.fromhex(key)))
+        handle = _Handle((ctypes.c_ubyte * 64).from_buffer_copy(bytes.fromhex(key[0])))
         _driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, lazily)
         interface = {
             "shape": (layout["size"],),
@@ -81,7 +82,8 @@ def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
             "version": 3,
         }
         memory = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
-    return _remember(key, memory)
+        _on_gpu[key] = memory
+    return memory
 
 
 def _driver(function: str, *arguments: Any) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, and documented
 
 from rlpipe.weights.buckets import Bucket
-from rlpipe.weights.device_memory import DeviceMemory
+from rlpipe.weights.device_memory import DeviceMemory, memory_of
 from rlpipe.weights.offer import Rendezvous
 from rlpipe.weights.process_group import GroupBroken
 from rlpipe.weights.protocols import Server, ServerError
@@ -93,7 +93,7 @@ class IpcRoot:
         )
 
         on_gpu = audience.device.type == "cuda"
-        self._memory = DeviceMemory(audience.device) if on_gpu else HostMemory()
+        self._memory: DeviceMemory | HostMemory = memory_of(audience.device) if on_gpu else HostMemory()
         self._memory.reserve(max(layout_of(bucket)["bytes"] for bucket in audience.buckets))
         self._number = 0  # of the bucket that was written last
         self.left = False
@@ -123,10 +123,11 @@ class IpcRoot:
             raise RuntimeError(min(failures).decode())
 
     def close(self) -> None:
-        """Free the memory; a server that still maps it keeps it until it maps another."""
+        """Free memory of the host, which a server that maps it keeps; a GPU's stays for the next group."""
         if not self.left:
             self.left = True
-            self._memory.close()
+            if isinstance(self._memory, HostMemory):
+                self._memory.close()
 
 
 class IpcMember:
