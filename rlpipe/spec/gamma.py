@@ -17,6 +17,20 @@ from operator import mul
 from typing import Protocol
 
 
+def rare_sizes(sizes: Sequence[int]) -> list[int]:
+    """Select from ascending batch sizes those that suffice for a rarely used gamma.
+
+    A step of a size between runs as the next larger one: at most a third of its rows are then empty.
+
+    >>> rare_sizes([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
+    [1, 2, 3, 4, 5, 7, 10, 14, 16]
+    """
+    kept = [*sizes[-1:]]
+    while smaller := [size for size in sizes if size < kept[-1]]:
+        kept.append(min((size for size in smaller if 3 * size >= 2 * kept[-1]), default=smaller[-1]))
+    return kept[::-1]
+
+
 class GammaPolicy(Protocol):
     """Chooses gamma for a whole decode step."""
 

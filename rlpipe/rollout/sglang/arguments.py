@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.cuda_graphs import captured_batches
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
@@ -37,6 +38,7 @@ from rlpipe.weights.shared_memory import LOADER, SERVED
 _PLUGIN = "sglang_env/plugin"
 _WORKERS = "--tokenizer-worker-num"
 _LARGEST_REUSED = 64 << 20  # bytes that a CPU server's allocator reuses for the next tensor
+_GRAPH_SECONDS = 0.5  # of capturing one CUDA graph, two runs before it included (an assumption)
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
 
@@ -183,6 +185,17 @@ def command(
 def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
     """Return the positions that a request may take: SGLang counts the drafts of the last step among them."""
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
+
+
+def start_seconds(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> float:
+    """Return how long to wait for a server: start_timeout, and the graphs of each further adaptive gamma.
+
+    Each captures a verify and an extend step, and two kinds of drafting, at the sizes of `rare_sizes`.
+    """
+    if not (on_gpu and spec.adaptive):
+        return rollout.sglang.start_timeout
+    sizes = gamma.rare_sizes(captured_batches(rollout.max_running, drafts=True))
+    return rollout.sglang.start_timeout + _GRAPH_SECONDS * 4 * spec.gamma * len(sizes)
 
 
 def server_environment(

@@ -379,7 +379,8 @@ class Replica:
             # The checkpoint is hashed while the server loads it.
             hashing = asyncio.create_task(self._expected(desired, path, weights))
             try:
-                await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
+                timeout = arguments.start_seconds(config, spec, on_gpu=on_gpu)
+                await server.wait_until(lambda: client.answers("/ready"), timeout)
                 arguments.check_server_info(await client.read("/server_info"), config, spec)
 
                 def again() -> Awaitable[Checksums]:

@@ -9,6 +9,7 @@ from rlpipe, at the path in RLPIPE_GAMMA.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import time
 from collections import deque
@@ -23,12 +24,20 @@ ASKED = "RLPIPE_GAMMA"  # the environment variable; without it nothing here is h
 class Widths:
     """The policy that SGLang's `AdaptiveController` asks. deepest: most drafts a step."""
 
-    def __init__(self, deepest: int, gamma: type, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        deepest: int,
+        gamma: type,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        rare_sizes: Callable[[list[int]], list[int]] = list,
+    ) -> None:
         self.candidate_steps = list(range(deepest + 1))
         self.finished = deepest  # width of the step that is being processed
         self._gamma, self._clock = gamma, clock
         self._policy: Any = None  # made when a batch size is measured
         self._graphs: list[int] | None = None
+        self._rare_sizes = rare_sizes  # picks those of a width other than the largest
         self._running: deque[tuple[int, int]] = deque()  # (batch, width) of steps that are not over
         self._order = self.candidate_steps + self.candidate_steps[::-1]  # in which widths are measured
         self._measured: dict[int, list[tuple[int, float]]] = {}  # (batch, seconds) in that order, by bucket
@@ -39,9 +48,11 @@ class Widths:
         """Batch sizes of SGLang's graphs; None without graphs."""
         self._graphs = sizes
 
-    def cuda_graph_bs_for_step(self, _: int) -> list[int] | None:
-        """Every width may be used at every size."""
-        return self._graphs
+    def cuda_graph_bs_for_step(self, width: int) -> list[int] | None:
+        """Sizes to capture: each takes about half a second and memory, and most widths are rarely used."""
+        if self._graphs is None or width == self.candidate_steps[-1]:
+            return self._graphs
+        return self._rare_sizes(self._graphs)
 
     def get_steps_for_batch(self, batch: int) -> int:
         """Drafts of the step that begins now."""
@@ -101,7 +112,10 @@ def installed(original: Callable, worker: Any) -> None:
     spec = importlib.util.spec_from_file_location("rlpipe_gamma", os.environ[ASKED])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    policy = Widths(worker.speculative_num_steps, module.AdaptiveGamma)
+    policy = Widths(worker.speculative_num_steps, module.AdaptiveGamma, rare_sizes=module.rare_sizes)
+
+    # SGLang writes a line for each switch.
+    logging.getLogger(type(worker).__module__).addFilter(lambda record: "Switch adaptive" not in record.msg)
     worker.adaptive_controller.params = policy
     original(worker)
 

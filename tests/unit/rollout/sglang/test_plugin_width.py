@@ -7,7 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from rlpipe.spec.gamma import AdaptiveGamma
+from rlpipe.config.cuda_graphs import captured_batches
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
+from rlpipe.rollout.sglang.arguments import start_seconds
+from rlpipe.spec.gamma import AdaptiveGamma, rare_sizes
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.unit
@@ -123,3 +127,27 @@ def test_a_policy_that_learns_slowly_is_caught(ratios):
     ):
         cell, whole = ratios(type("Mistaken", (AdaptiveGamma,), mistake))
         assert cell < 0.95 or whole < 1.05, (mistake, cell, whole)
+
+
+def test_rare_widths_are_captured_at_few_sizes_that_leave_a_third_of_the_rows_empty_at_most(width):
+    sizes = captured_batches(256, drafts=True)
+    policy = width.Widths(DEEPEST, AdaptiveGamma, rare_sizes=rare_sizes)
+    policy.set_cuda_graph_bs(sizes)
+    captured = {step: policy.cuda_graph_bs_for_step(step) for step in policy.candidate_steps}
+    assert captured[DEEPEST] == sizes and len(sizes) == 51
+    for step in range(DEEPEST):
+        few = captured[step]
+        assert len(few) == 16 and few[-1] == 256
+        for batch in range(1, 257):
+            padded = min(size for size in few if size >= batch)
+            assert padded - batch <= padded / 3
+    policy.set_cuda_graph_bs(None)
+    assert policy.cuda_graph_bs_for_step(0) is None
+
+
+def test_a_start_waits_for_the_graphs_of_all_widths():
+    config, adaptive = RolloutConfig(max_running=256), SpecConfig(gamma=DEEPEST, adaptive=True)
+    config.sglang.start_timeout = 300.0
+    assert start_seconds(config, adaptive, on_gpu=True) == 300 + 0.5 * 4 * DEEPEST * 16
+    assert start_seconds(config, adaptive, on_gpu=False) == 300
+    assert start_seconds(config, SpecConfig(gamma=DEEPEST), on_gpu=True) == 300
