@@ -35,10 +35,12 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
+from rlpipe.config.cuda_graphs import captured_batches
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import Dtype, EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.base import Architecture
@@ -173,8 +175,8 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
         else size * (model + draft)
     )
     if arch.experts:
-        # The experts of one layer are sent together.
-        sent = max(sent, 2 * size * 3 * arch.hidden * arch.inner * arch.experts.count)
+        # At least one expert of each expert parallel rank is gathered at once.
+        sent = max(sent, 2 * size * 3 * arch.hidden * arch.inner * trainer.ep)
 
     return Memory(
         process="trainer rank",
@@ -329,7 +331,8 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
     tokens = max(rollout.prefill_tokens, rollout.max_running)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys) + _mlp_bytes(arch, tokens, size) // tp
-    working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16 // tp
+    # Logits and distributions of a verify step: every rank has those of all tokens.
+    working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16
 
     return Memory(
         process="SGLang server, each GPU" if card else "SGLang server",
@@ -339,9 +342,22 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
             "weights": weights,
             "kv": kv,
             "activations": working,
+            "graphs": _graph_bytes(arch, config) if card else 0,
             "bucket": rollout.sglang.bucket_mb * MIB,
         },
     )
+
+
+def _graph_bytes(arch: Architecture, config: Config) -> int:
+    """Return the bytes of draft distributions, [B, gamma, V] float32, that a server's CUDA graphs retain.
+
+    rlpipe's plugin has one buffer for the graphs of all batch sizes; without it each graph retains its own.
+    """
+    spec, rollout = config.spec, config.rollout
+    if spec.mode not in (SpecMode.REJECTION, SpecMode.BLOCK) or not spec.needs_model:
+        return 0
+    sizes = captured_batches(rollout.max_running, drafts=True)
+    return 4 * spec.gamma * arch.vocab * (max(sizes) if rollout.sglang.plugin else sum(sizes))
 
 
 def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:

@@ -1,9 +1,12 @@
-"""Checks that Ray's object store can hold the recorded experts of rollout.replay_routes.
+"""Checks that Ray's object store can hold published weights, and recorded experts (rollout.replay_routes).
 
-Owns this sum only: everything else in a trajectory is tens of bytes for each token. Finished groups stay in
-the store of the driver's node until they are trained on, as views that cannot be moved. Those of a step are
-stored there a second time, together, and copied to each node with a trainer rank. At full length:
+Owns this sum only: everything else in a trajectory is tens of bytes for each token. Where the trainer does
+not send weights to the servers itself, a version is in the store of its node, and in that of every node with
+a rollout worker. Finished groups stay in the store of the driver's node until they are trained on, as views
+that cannot be moved. Those of a step are stored there a second time, together, and copied to each node with a
+trainer rank. At full length:
 
+    a version the trained weights in the trainer's type, target and draft
     a token   layers with experts * experts per token * 1 byte (2 from 256 experts on)
     a step    prompts_per_step * group_size * max_context tokens
     waiting   1 + max_staleness steps, and what is oversampled
@@ -12,15 +15,19 @@ stored there a second time, together, and copied to each node with a trainer ran
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from rlpipe.config.paths import resolve_model
-from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.config.rollout import EngineKind
+from rlpipe.config.run import ClusterMode, Config, RunMode, Task
+from rlpipe.config.sglang import WeightTransfer
+from rlpipe.config.trainer import Precision
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
-from rlpipe.preflight.memory_estimate import GIB, Memory, host_bytes, route_bytes
+from rlpipe.preflight.memory_estimate import GIB, Memory, host_bytes, parameters, route_bytes
 
 # Ray's defaults for a node (ray/_private/utils.py: resolve_object_store_memory).
 _SHARE, _MOST, _DISK = 0.3, 200 * 10**9, 10**10
@@ -28,16 +35,35 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def store_memory(config: Config) -> Memory | None:
-    """Estimate the records in the store of the driver's node at the peak; None without records or Ray."""
-    recorded = config.rollout.replay_routes and config.task is Task.RL
-    if not recorded or config.cluster.mode is not ClusterMode.RAY:
+    """Estimate what the store of the driver's node holds at the peak; None where that is nothing of these."""
+    if config.cluster.mode is not ClusterMode.RAY or config.task is not Task.RL:
         return None
 
+    parts = _records(config) if config.rollout.replay_routes else {}
+    if _passes_weights(config):
+        policy = read_architecture(read_config(resolve_model(config.model.path)))
+        size = 2 if config.trainer.precision is Precision.BF16 else 4
+        parts["weights"] = size * sum(parameters(policy))
+    return Memory(process="Ray object store, driver's node", parts=parts) if parts else None
+
+
+def _passes_weights(config: Config) -> bool:
+    """Return whether versions pass through the store: not those that the trainer sends to servers itself."""
+    if config.run.half is not RunMode.BOTH or config.broadcasts_weights:
+        return False
+    transfer = config.rollout.sglang.weight_transfer
+    if config.rollout.engine is EngineKind.SGLANG and transfer is WeightTransfer.AUTO:
+        # `run.with_weight_transfer` will choose `shared` here, whatever the machine.
+        return config.cluster.share_gpus and config.trainer.world_size > 1
+    return True
+
+
+def _records(config: Config) -> dict[str, int]:
+    """Return the bytes of recorded experts: of a step that is trained on, and of groups that wait."""
     arch, pipeline = read_architecture(read_config(resolve_model(config.rollout_model))), config.pipeline
     group = pipeline.group_size * config.rollout.max_context * route_bytes(arch)
     waiting = group * pipeline.groups_ahead * (1 + pipeline.max_staleness)
-    step = group * pipeline.prompts_per_step * config.run.half.trains
-    return Memory(process="Ray object store, driver's node", parts={"a step": step, "waiting": waiting})
+    return {"a step": group * pipeline.prompts_per_step * config.run.half.trains, "waiting": waiting}
 
 
 def local_store() -> int:
@@ -51,7 +77,7 @@ def local_store() -> int:
 
 
 def check_store(config: Config, driver: int, others: int | None = None) -> None:
-    """Refuse records that an object store cannot hold. Raises ValueError with settings that fit.
+    """Refuse what an object store cannot hold. Raises ValueError with settings that fit.
 
     driver: bytes of the store of the driver's node. others: of the smallest store of another node (None:
     there is no other).
@@ -59,25 +85,48 @@ def check_store(config: Config, driver: int, others: int | None = None) -> None:
     if (memory := store_memory(config)) is None:
         return
 
-    # The driver's node stores what waits too, the others only a copy of the step.
-    step = memory.parts["a step"]
-    short = memory.total > driver, others is not None and step > others
-    if not any(short):
-        return
+    # The driver's node stores what waits too, the others only copies of the step and of the weights.
+    copied = memory.total - memory.parts.get("waiting", 0)
+    needed, room, where = memory.total, driver, "the driver's"
+    if needed <= driver:
+        if others is None or copied <= others:
+            return
+        needed, room, where = copied, others, "a"
 
-    # Suggest sizes scaled down by the share that fits.
-    needed, room, where = (memory.total, driver, "the driver's") if short[0] else (step, others, "a")
-    pipeline, longest = config.pipeline, config.rollout.max_context
-    prompts, context = (int(size * room / needed) for size in (pipeline.prompts_per_step, longest))
-    fewer = f"pipeline.prompts_per_step={prompts}, " if prompts else ""
     larger = (
         f"start Ray with a larger store (ray start --object-store-memory={needed})"
         if config.cluster.address
         else "take a machine with more memory, /dev/shm included (docker run --shm-size)"
     )
+    weights = memory.parts.get("weights", 0)
+    if weights > room:
+        raise ValueError(_too_large_weights(config, weights, room, where) + f", or {larger}.")
+
+    # Suggest sizes scaled down by the share that fits.
+    share = (room - weights) / (needed - weights)
+    pipeline, longest = config.pipeline, config.rollout.max_context
+    prompts, context = (int(size * share) for size in (pipeline.prompts_per_step, longest))
+    fewer = f"pipeline.prompts_per_step={prompts}, " if prompts else ""
     raise ValueError(
         f"rollout.replay_routes=true: the experts of {pipeline.prompts_per_step} * {pipeline.group_size} "
         f"trajectories of rollout.max_context={longest} tokens, and of those that wait, take "
         f"{needed / GIB:.1f} GiB of Ray's object store on {where} node, which has {room / GIB:.1f}. Set "
         f"{fewer}rollout.max_context={context} or rollout.replay_routes=false, or {larger}."
+    )
+
+
+def _too_large_weights(config: Config, weights: int, room: int, where: str) -> str:
+    """Return the begin of an error: the size of a version, and the transfer that needs no store, if any."""
+    message = (
+        f"one version of the weights takes {weights / GIB:.1f} GiB of Ray's object store on {where} node, "
+        f"which has {room / GIB:.1f}"
+    )
+    separate = replace(config.cluster, share_gpus=False)
+    sglang = replace(config.rollout.sglang, weight_transfer=WeightTransfer.COLLECTIVE)
+    sent = replace(config, cluster=separate, rollout=replace(config.rollout, sglang=sglang))
+    if not sent.broadcasts_weights:
+        return f"{message}. Take a smaller model"
+    return (
+        f"{message}: with rollout.sglang.weight_transfer={config.rollout.sglang.weight_transfer} it passes "
+        "through the store. Set cluster.share_gpus=false, where the trainer sends it to the servers itself"
     )

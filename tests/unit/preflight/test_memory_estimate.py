@@ -25,9 +25,10 @@ from rlpipe.preflight.memory_estimate import (
     engine_memory,
     estimate,
     parameters,
+    server_memory,
     trainer_memory,
 )
-from rlpipe.preflight.object_store import local_store, store_memory
+from rlpipe.preflight.object_store import check_store, local_store, store_memory
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,6 +140,25 @@ def test_parameters_are_those_of_all_weights_and_ranks_share_the_matrices(models
     count = sum(map(_size, arch.weight_shapes(mtp=True).values()))
     assert sum(parameters(arch)) == count
     assert count / 4 < sum(parameters(arch, 4)) < 1.001 * count / 4
+
+
+def test_every_rank_of_a_server_has_the_graphs_and_logits_of_all_tokens(models):
+    """SGLang captures 67 sizes up to 512 requests; without the plugin each retains its distributions."""
+    arch = read_architecture(read_config(models / "1.5B"))
+
+    def parts(*settings):
+        given = "spec.mode=rejection", "spec.gamma=3", "rollout.max_running=512", *settings
+        return server_memory(arch, preset(models, "1.5B", "one_node", *given), CARD).parts
+
+    one, four = (parts(f"rollout.sglang.tp={tp}") for tp in (1, 2))
+    row = 4 * 3 * arch.vocab
+    assert one["graphs"] == four["graphs"] == 512 * row
+    stock = parts("rollout.sglang.plugin=false")["graphs"]
+    assert stock == pytest.approx(19.8e9, rel=0.01) and stock == row * 10860
+    assert parts("spec.mode=target_only")["graphs"] == parts("spec.mode=none")["graphs"] == 0
+
+    logits = 512 * 4 * arch.vocab * 16
+    assert four["activations"] > logits
 
 
 def test_pipeline_stages_share_the_layers_and_the_last_has_head_and_draft(models):
@@ -296,6 +316,20 @@ def test_a_ray_of_the_runs_own_is_looked_at_before_it_starts(models, monkeypatch
     inline = preset(models, "30B-A3B", "one_node", "spec.mode=none", "cluster.mode=inline", *LONG)
     assert store_memory(inline) is None
     assert store_memory(preset(models, "30B-A3B", "one_node", "spec.mode=none")) is None
+
+
+def test_the_object_store_must_hold_weights_that_pass_through_it(models):
+    """Several trainer ranks on the servers' GPUs; 15.2 GB are what `--shm-size=16g` leaves a container."""
+    shared = preset(models, "7.8B", "one_node_shared")
+    parts = store_memory(shared).parts
+    assert parts == {"weights": 2 * sum(parameters(read_architecture(read_config(models / "7.8B"))))}
+    with pytest.raises(ValueError, match=r"one version of the weights takes 14\.6 GiB .* which has 14\.2"):
+        check_store(shared, int(15.2e9))
+    check_store(shared, 20 * GIB, 20 * GIB)
+    with pytest.raises(ValueError, match=r"on a node, which has 10\.0: .* Set cluster\.share_gpus=false"):
+        check_store(shared, 20 * GIB, 10 * GIB)
+    for sent in ("one_node", "one_gpu", "many_nodes"):
+        assert store_memory(preset(models, "7.8B", sent)) is None
 
 
 def test_the_store_of_a_ray_here_is_what_ray_takes(monkeypatch):
