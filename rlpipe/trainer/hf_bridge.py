@@ -364,8 +364,8 @@ def _cut_into_buckets(
 ) -> Iterator[list[_Piece]]:
     """Yield consecutive parameters of one type and stage; their full tensors have at most `megabytes`.
 
-    A larger parameter has a separate bucket. So have the experts of a layer, whatever their size: an
-    inference server stores them in one tensor.
+    A larger parameter has a separate bucket. Experts of a layer share theirs with no other parameters; one
+    comes with all of its matrices and, with expert parallelism, with one expert of each other rank.
     """
     bucket: list[_Piece] = []
     held, size = 0, model.pg_collection.tp.size()
@@ -375,11 +375,12 @@ def _cut_into_buckets(
     for piece in _pieces(model, hf_config):
         if is_copy(piece.name, piece.stage, tied=model.share_embeddings_and_output_weights):
             continue
-        units.setdefault(piece.experts or travels_with(piece.entry.hf[0]), []).append(piece)
+        units.setdefault(_expert(piece) or travels_with(piece.entry.hf[0]), []).append(piece)
 
     # Close a bucket when the next unit does not fit or is of another kind.
     for unit in units.values():
-        num_bytes = sum(math.prod(part.full_shape(size)) * part.dtype(dtype).itemsize for part in unit)
+        sizes = (math.prod(part.full_shape(size)) * part.dtype(dtype).itemsize for part in unit)
+        num_bytes = len(unit[0].entries) * sum(sizes)
         kind = unit[0].stage, unit[0].experts, unit[0].parameter.dtype
         full = held + num_bytes > megabytes * 2**20
         if bucket and (full or kind != (bucket[0].stage, bucket[0].experts, bucket[0].parameter.dtype)):
@@ -389,6 +390,14 @@ def _cut_into_buckets(
         bucket += unit
         held += num_bytes
     yield bucket
+
+
+def _expert(piece: _Piece) -> str:
+    """Return the name of the expert that a parameter belongs to; empty outside of experts."""
+    if not piece.experts:
+        return ""
+    index = piece.name.rpartition(".local_experts.")[2].partition(".")[0]
+    return f"{piece.experts}.{index}"
 
 
 def _blank(parts: Sequence[_Piece], tp: int, dtype: torch.dtype | None) -> Tensors:

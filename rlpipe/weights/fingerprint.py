@@ -38,8 +38,7 @@ def fingerprints(tensors: Mapping[str, Parts], *, on_gpu: bool) -> dict[str, str
     if on_gpu:
         hashes = _mixes(list(distinct.values()))
     else:
-        cores = len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(min(len(distinct), cores) or 1) as pool:
+        with ThreadPoolExecutor(min(len(distinct), _cores()) or 1) as pool:
             hashes = list(pool.map(cpu_hash, distinct.values()))  # hashlib releases the interpreter's lock
 
     by_parts = dict(zip(distinct, hashes, strict=True))
@@ -59,34 +58,61 @@ def gpu_hash(parts: Parts) -> int:
     return _mixes([parts])[0]
 
 
-def _mixes(tensors: Sequence[Parts]) -> list[int]:
-    """Compute the mix of each tensor on its device."""
-    if not tensors:
+def mix(sums: Sequence[torch.Tensor]) -> list[str]:
+    """Return the fingerprints of tensors whose `tile_sums` add up to `sums`, each [2] int64."""
+    if not sums:
         return []
-    sums = torch.stack([_sums(parts) for parts in tensors]).tolist()
-    return [_splitmix64((high << 32) + low) for high, low in sums]
+    return [f"{_splitmix64((high << 32) + low):016x}" for high, low in torch.stack(list(sums)).tolist()]
+
+
+def ends_with_tiles(parts: Parts) -> bool:
+    """Return whether no tile of the mix spans two parts, so that each part can be added by itself."""
+    return not any(part.nbytes % (4 * TILE) for part in parts[:-1])
+
+
+def tile_sums(parts: Parts, device: torch.device) -> torch.Tensor:
+    """Add up the mixed sums of the tiles of those parts that are not on the meta device: [2] int64.
+
+    parts: of one tensor, all of them, for which `ends_with_tiles` holds.
+    """
+    num_words, first = -(-sum(part.nbytes for part in parts) // 4), 0
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for part in parts:
+        if not part.is_meta:
+            _add_tiles(_words(_bytes(part)), first, num_words, sums)
+        first += -(-part.nbytes // 4)
+    return sums
+
+
+def _mixes(tensors: Sequence[Parts]) -> list[int]:
+    """Compute the mix of each tensor on its device: on a CPU by all cores, whatever torch's threads are."""
+    on_cpu = all(part.device.type == "cpu" for parts in tensors for part in parts)
+    with ThreadPoolExecutor(_cores() if on_cpu else 1) as pool:  # torch releases the interpreter's lock
+        sums = list(pool.map(_sums, tensors))
+    return [int(digits, 16) for digits in mix(sums)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _sums(parts: Parts) -> torch.Tensor:
     """Add up the mixed sums of all tiles, both halves: [2] int64. 0 for no words at all, as in SGLang."""
-    data = [_bytes(part) for part in parts]
-    if any(len(part) % (4 * TILE) for part in data[:-1]):  # a tile would span two parts
-        data = [torch.cat(data)]
+    if not ends_with_tiles(parts):
+        parts = [torch.cat([_bytes(part) for part in parts])]
+    return tile_sums(parts, parts[0].device)
 
-    num_words, first = -(-sum(map(len, data)) // 4), 0
-    sums = torch.zeros(2, dtype=torch.int64, device=data[0].device)
-    for part in data:
-        words = _words(part)
-        if words.is_cuda:
-            # imported here: triton reads TRITON_INTERPRET when it is imported, and CPU runs do not need it
-            from rlpipe.weights.fingerprint_kernel import add_mixed
 
-            add_mixed(words, first, num_words, sums)
-        else:
-            for start in range(0, len(words), _CHUNK):
-                sums += _mixed(words[start : start + _CHUNK], first + start, 4 * num_words)
-        first += len(words)
-    return sums
+def _add_tiles(words: torch.Tensor, first: int, num_words: int, sums: torch.Tensor) -> None:
+    """Add the mixed sums of `words`, [n] int32 from position `first` of a tensor of num_words, to `sums`."""
+    if words.is_cuda:
+        # imported here: triton reads TRITON_INTERPRET when it is imported, and CPU runs do not need it
+        from rlpipe.weights.fingerprint_kernel import add_mixed
+
+        add_mixed(words, first, num_words, sums)
+        return
+    for start in range(0, len(words), _CHUNK):
+        sums += _mixed(words[start : start + _CHUNK], first + start, 4 * num_words)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:

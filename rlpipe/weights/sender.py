@@ -10,8 +10,9 @@ newest version. Requests to the servers are the rollout workers' (`weights.sync`
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,8 +21,11 @@ from rlpipe.config.drafters import Drafter
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket, buckets
-from rlpipe.weights.canary import is_served, rank_fingerprints
-from rlpipe.weights.offer import BroadcastResult, Checksums, Rendezvous
+from rlpipe.weights.canary import is_served, rank_parts
+from rlpipe.weights.checksums import BucketChecksums
+from rlpipe.weights.fingerprint import Parts
+from rlpipe.weights.host_copy import HostCopy
+from rlpipe.weights.offer import BroadcastResult, Rendezvous
 from rlpipe.weights.payload import WeightPayload, pack_weights
 from rlpipe.weights.process_group import GroupBroken
 from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
@@ -51,7 +55,10 @@ class WeightSender:
         self._megabytes, self._dtype = config.sglang.bucket_mb, getattr(torch, config.dtype)
         self._on_gpu = on_gpu
         self._root: BroadcastRoot | None = None
-        self._newest: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._plan: Sequence[Bucket] = ()
+        self._copy: HostCopy | None = None
+        self._version: int | None = None  # of which the copy is complete
+        self._reading = threading.Lock()  # the copy is packed on another thread than versions are sent
 
     def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
         """Open a new group with so many servers; returns it, and the buckets of each update (on meta).
@@ -66,6 +73,10 @@ class WeightSender:
             *self._served(self._trainer.bucket_plan(megabytes=self._megabytes, dtype=self._dtype)),
         ]
 
+        self._plan = plan
+
+        # Before the servers pause: new memory is slow to write to.
+        self._reserve_copy(plan)
         audience = Audience(
             host=host,
             servers=servers,
@@ -84,39 +95,54 @@ class WeightSender:
         Servers have `update_timeout` seconds for all buckets, so one that hangs delays the trainer no longer.
         """
         deadline = time.monotonic() + self._config.sglang.update_timeout
-        copies: dict[str, torch.Tensor] = {}
-        checksums = Checksums(ranks=[{} for _ in range(self._config.sglang.tp)])
+        with self._reading:  # of the version before, which ends here
+            self._version = None
+            copy = self._copy = self._copy or HostCopy((), self._trainer.device)  # only rank 0 has buckets
+        checksums = BucketChecksums(
+            self._plan,
+            self._rank_parts,
+            ranks=self._config.sglang.tp,
+            on_gpu=self._on_gpu,
+            copied=copy.read,
+        )
         failure = ""
 
         with ThreadPoolExecutor(1) as thread:
             for bucket in self._buckets():
                 # while a bucket travels it is copied and hashed
                 sending = None if failure else thread.submit(self._send_bucket, bucket, deadline)
-                copies |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
-                # by buckets: tensors that SGLang fuses are in one
-                of_bucket = rank_fingerprints(
-                    dict(bucket), self._config, self._model, drafter=self._drafter, on_gpu=self._on_gpu
-                )
-                for rank_sums, bucket_sums in zip(checksums.ranks, of_bucket, strict=True):
-                    rank_sums |= bucket_sums
+                copy.write(bucket)
+                checksums.add(bucket)
                 failure = sending.result() if sending else failure
 
-        self._newest = version, copies
-        num_bytes = sum(tensor.nbytes for tensor in copies.values())
-        return BroadcastResult(checksums=checksums, num_bytes=num_bytes, failure=failure)
+        num_bytes = sum(tensor.nbytes for tensor in copy.read().values())
+        self._version = version
+        return BroadcastResult(checksums=checksums.result(), num_bytes=num_bytes, failure=failure)
 
     def newest(self, version: int) -> WeightPayload:
         """Return the weights last sent. Raises RuntimeError when they are of another version."""
-        if self._newest is None or self._newest[0] != version:
-            held = "none" if self._newest is None else self._newest[0]
-            raise RuntimeError(f"the trainer does not hold version {version} any more, but {held}.")
-        return pack_weights(self._newest[1], version)
+        with self._reading:
+            if self._copy is None or self._version != version:
+                held = "none" if self._version is None else self._version
+                raise RuntimeError(f"the trainer does not hold version {version} any more, but {held}.")
+            return pack_weights(self._copy.tensors, version)
 
     def close(self) -> None:
         """Leave the group."""
         if self._root is not None:
             self._root.close()
             self._root = None
+
+    def _reserve_copy(self, plan: Sequence[Bucket]) -> None:
+        """Make the memory of the copy, unless that of the last group is for the same weights."""
+        with self._reading:
+            if self._copy is None or not self._copy.fits(plan):
+                if self._copy is not None:
+                    self._copy.close()
+                self._copy, self._version = HostCopy(plan, self._trainer.device), None
+
+    def _rank_parts(self, weights: Mapping[str, torch.Tensor]) -> list[dict[str, Parts]]:
+        return rank_parts(weights, self._config, self._model, drafter=self._drafter)
 
     def _buckets(self) -> Iterator[Bucket]:
         yield from self._draft_buckets()

@@ -1,6 +1,7 @@
 """Hashes equal those of SGLang's checker, by an oracle in plain integers, and cost no copy."""
 
 import hashlib
+import threading
 
 import numpy as np
 import pytest
@@ -123,3 +124,15 @@ def test_fused_and_padded_tensors_are_hashed_where_they_lie():
     fused = torch.cat([weights[f"{layer}{part}_proj.weight"] for part in "qkv"])
     found = fingerprints(parts, on_gpu=False)
     assert found[f"{layer}qkv_proj.weight"] == f"{cpu_hash([fused]):016x}"
+
+
+def test_tensors_on_a_cpu_are_mixed_by_all_cores_at_once(monkeypatch):
+    """A rollout worker has one thread of torch, and hashes all weights for a server on a GPU."""
+    both, summed = threading.Barrier(2, timeout=10), fingerprint._sums
+    monkeypatch.setattr(fingerprint, "_cores", lambda: 2)
+    monkeypatch.setattr(fingerprint, "_sums", lambda parts: (both.wait(), summed(parts))[1])
+    tensors = [torch.randn(40), torch.randn(20000)]
+    found = fingerprints({"a": tensors[:1], "b": tensors[1:]}, on_gpu=True)
+    assert found == {
+        name: f"{mixed_by_numpy(t.numpy().tobytes()):016x}" for name, t in zip("ab", tensors, strict=True)
+    }

@@ -1,7 +1,9 @@
 """A broadcast to one server or several: every rank gets the same bits, or all are told that they did not."""
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from rlpipe.config.drafters import Drafter
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights
+from rlpipe.weights import sender
 from rlpipe.weights.canary import Shard, server_parts
 from rlpipe.weights.fingerprint import fingerprints
+from rlpipe.weights.payload import pack_weights, unpack_weights
 from rlpipe.weights.process_group import GroupBroken, Root, describe_bucket, describe_join
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
@@ -109,10 +113,56 @@ def test_only_the_newest_version_is_given_out(config, trainer, weights, tmp_path
         trainer.sender.newest(1)
 
 
+def addresses(sender):
+    return {name: tensor.data_ptr() for name, tensor in sender._copy.tensors.items()}
+
+
+def test_every_version_is_copied_into_memory_made_before_the_first_one(config, trainer, weights, tmp_path):
+    """Servers are paused while it is copied, and new memory is several times as slow to write to."""
+    parties = list(zip(syncs(config, tmp_path, 1), [Receiver()], strict=True))
+    trainer.sender._trainer.weights = weights
+    trainer.plan = trainer.sender.open("127.0.0.1", 1)
+    made = addresses(trainer.sender)
+    for version in (1, 2):
+        sent = {name: tensor + version for name, tensor in weights.items()}
+        offer = trainer.offer(sent, version, ["0"], again=True)
+        receive(offer, parties)
+        kept = asyncio.run(offer.weights())
+        assert all(torch.equal(kept[name], sent[name]) for name in sent)
+        assert addresses(trainer.sender) == made
+    trainer.sender.open("127.0.0.1", 1)
+    assert addresses(trainer.sender) == made, "another group, the same weights"
+
+
+def test_a_version_that_is_being_read_is_not_written_over(config, trainer, weights, tmp_path, monkeypatch):
+    parties = list(zip(syncs(config, tmp_path, 1), [Receiver()], strict=True))
+    receive(trainer.offer(weights, 1, ["0"]), parties)
+    reading, may_read = threading.Event(), threading.Event()
+
+    def pack(tensors, version):
+        reading.set()
+        may_read.wait(10)
+        return pack_weights(tensors, version)
+
+    monkeypatch.setattr(sender, "pack_weights", pack)
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+    with ThreadPoolExecutor(2) as threads:
+        packed = threads.submit(trainer.sender.newest, 1)
+        reading.wait(10)
+        trainer.sender._trainer.weights = changed
+        sent = threads.submit(trainer.sender.send, 2)
+        may_read.set()
+        given = unpack_weights(packed.result())
+        sent.result()
+    assert all(torch.equal(given[name], weights[name]) for name in weights)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, weights, ranks):
     config.sglang.tp = ranks
     trainer.sender._trainer.weights = weights
+    trainer.sender.open("127.0.0.1", 1)
+    trainer.sender.close()
     sent = trainer.sender.send(1)
     assert "no group" in sent.failure and len(sent.checksums.ranks) == ranks
     for rank in range(ranks):

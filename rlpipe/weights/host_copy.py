@@ -1,0 +1,58 @@
+"""The trainer's copy of the version sent last, in host memory that is kept from one version to the next.
+
+Servers are paused while a version is copied, and first writes to new memory are several times as slow as
+writes to memory in use. So the memory is made, and written to once, before the first update. For a trainer
+on a GPU it is page-locked: then a copy runs at the speed of the bus, beside the other work of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.shared_memory import layout_of
+
+
+class HostCopy:
+    """One buffer with a view for each tensor of `plan`, buckets on the meta device.
+
+    tensors: the views, by name. Raises RuntimeError when a device's driver cannot lock the memory.
+    """
+
+    def __init__(self, plan: Sequence[Bucket], device: torch.device) -> None:
+        self._form = layout_of([pair for bucket in plan for pair in bucket])
+        self._locked = device.type == "cuda"
+        self._bytes = torch.zeros(self._form["bytes"], dtype=torch.uint8)  # touches every page
+        if self._locked and len(self._bytes):
+            # Not torch's pinned allocator, which takes the next power of two.
+            runtime = torch.cuda.cudart()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)))
+
+        self.tensors: dict[str, torch.Tensor] = {}
+        for entry in self._form["tensors"]:
+            dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
+            end = entry["offset"] + shape.numel() * dtype.itemsize
+            self.tensors[entry["name"]] = self._bytes[entry["offset"] : end].view(dtype).view(shape)
+
+    def fits(self, plan: Sequence[Bucket]) -> bool:
+        """Return whether the memory is for the tensors of `plan`, in its order."""
+        return layout_of([pair for bucket in plan for pair in bucket]) == self._form
+
+    def write(self, bucket: Bucket) -> None:
+        """Copy the tensors of a bucket; from a GPU without waiting for it (`read`)."""
+        for name, tensor in bucket:
+            self.tensors[name].copy_(tensor, non_blocking=self._locked)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Wait until everything is written; returns the tensors."""
+        if self._locked:
+            torch.cuda.synchronize()
+        return self.tensors
+
+    def close(self) -> None:
+        """Unlock the memory; it is freed with the last of its views."""
+        if self._locked and len(self._bytes):
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._locked = False
