@@ -96,6 +96,7 @@ def default_rules() -> dict[str, AlarmRule]:
         "tamper": _rule("env/tamper_solved", above, 0.0),
         "staleness": _rule(stale, above, 4.0, patience=3),
         "acceptance_drop": _rule("spec/acceptance_rate", drop, 0.8, patience=5),
+        "kernels_failed": _rule("spec/verified_without_kernels", above, 0.0),
         DRAFT_HARMED: _rule("probe/held_out/acceptance_length/rejection", fall, 0.95, patience=2),
         "draft_stale": _rule("probe/staleness", below, -0.1, patience=2),
         # The times of asynchronous steps alternate by a factor of ten.

@@ -22,6 +22,7 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.replica import PROBE, DesiredWeights, Replica
 from rlpipe.rollout.sglang.turns import Turns
+from rlpipe.rollout.sglang.verified import VerifiedSteps
 from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.offer import Checksums, Member
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
@@ -37,7 +38,7 @@ class Updates:
     """Weight updates of one engine; used from its event loop.
 
     on_event: called for `canary_failed`, `broadcast_failed`, `speculation_disabled`.
-    last: seconds and canary failures of the last update.
+    last: seconds and canary failures of the last update, and how drafts were verified before it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Updates:
         self._config, self._sglang, self._on_event = config, config.sglang, on_event
         self._replica, self._sync, self._turns = replica, sync, turns
         self.last: dict[str, float] = {}
+        self._verified = VerifiedSteps()
 
     async def membership(self) -> Member:
         """Return the server as a member of a broadcast; an empty one unless it answers now and can take part.
@@ -88,6 +90,7 @@ class Updates:
                         self.last |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
                     if not replica.paused:
                         await replica.client.post(*CONTINUE)
+                    await self._read_verified()
                     return
                 except ServerUnreachable as error:
                     unanswered += not await replica.recover(client, error)
@@ -141,6 +144,16 @@ class Updates:
             await self._react(client, report, version)
             return
         replica.mark_loaded(desired)
+
+    async def _read_verified(self) -> None:
+        """Add to `last` how the server verified drafts since the update before."""
+        replica = self._replica
+        if replica.drafts and self._sglang.plugin:
+            # A server that is lost here is replaced by its watch.
+            with contextlib.suppress(ServerError, TimeoutError):
+                async with asyncio.timeout(self._sglang.health_timeout):
+                    info = await replica.client.read(PROBE)
+                self.last |= self._verified.shares(replica.server_id, info)
 
     def _takes_part(self, desired: DesiredWeights) -> bool:
         """Return whether the server is in the group of a broadcast that is still to come."""

@@ -44,6 +44,7 @@ CASES = {
     "tamper": ([0.0, 0.1], [0.0] * 8),
     "staleness": ([5.0] * 3, [1.0] * 8),
     "acceptance_drop": ([*STEADY, *[0.7] * 5], [*STEADY, *[0.85] * 8]),
+    "kernels_failed": ([0.0, 0.2], [0.0] * 8),
     "draft_harmed": ([3.0, 3.5, 3.6, 3.4, 3.3], [3.0, 2.9, 3.6, 3.4, 3.5, 3.4, 3.5]),
     "draft_stale": ([-0.2] * 2, [-0.02, 0.01] * 4),
     "slow_step": ([*STEADY, 16.0], [*STEADY, 9.0]),

@@ -1,6 +1,7 @@
 """Servers that die or hang are replaced on the newest weights; the server here is a fake process."""
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -133,6 +134,21 @@ def test_an_update_its_server_dies_of_is_complete_when_the_next_serves(fake, wei
     fake.update_weights(weights, 6)
     assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [6, 6]
     assert not list(fake.folder.glob("sglang-weights-*"))
+
+
+def test_an_update_reports_who_verified_drafts_since_the_one_before(fake, weights):
+    def judged(**steps):
+        report = {"judged": {name.replace("_", " "): count for name, count in steps.items()}}
+        (fake.folder / "info").write_text(json.dumps({"internal_states": [{"rlpipe_plugin": report}]}))
+
+    judged(rlpipe=30, greedy=10)
+    fake.update_weights(weights, 1)
+    judged(rlpipe=40, greedy=10, rlpipe_without_kernels=30)
+    fake.update_weights(weights, 2)
+    sync = fake.stats().sync
+    assert sync["spec/verified_without_kernels"] == 0.75 and sync["spec/verified_by_sglang"] == 0
+    fake.update_weights(weights, 3)
+    assert "spec/verified_without_kernels" not in fake.stats().sync, "no step was verified in between"
 
 
 @pytest.fixture
