@@ -246,3 +246,36 @@ def test_torch_takes_over_where_a_kernel_cannot_be_compiled(reference, monkeypat
     for _ in range(2):
         assert drafts.by_kernel("draw", lambda *given: given, torch.device("cuda"), 1, 2) == (1, 2)
     assert drafts.failed == ["ZeroDivisionError: division by zero"]
+
+
+def failing(monkeypatch, error):
+    """A module of kernels in which drawing raises `error`."""
+    broken = type(sys)("rlpipe_sglang.kernels")
+
+    def draw(*_):
+        raise error
+
+    broken.draw = draw
+    monkeypatch.setitem(sys.modules, "rlpipe_sglang.kernels", broken)
+
+
+def test_a_gpu_without_memory_for_a_moment_keeps_its_kernels(reference, monkeypatch):
+    drafts, _ = reference
+    failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        drafts.by_kernel("draw", lambda *given: given, torch.device("cuda"), 1, 2)
+    assert drafts.failed == []
+
+
+@pytest.mark.parametrize(("ranks", "alone"), [(0, True), (1, True), (2, False)])
+def test_no_rank_of_several_leaves_the_kernels_by_itself(reference, monkeypatch, ranks, alone):
+    """Before they have compared (0) each may: then they do not start where they differ."""
+    drafts, _ = reference
+    failing(monkeypatch, ValueError("no such instruction"))
+    monkeypatch.setattr(drafts.ranks.Compared, "ranks", ranks)
+    if alone:
+        assert drafts.by_kernel("draw", lambda *given: given, torch.device("cuda"), 1, 2) == (1, 2)
+    else:
+        with pytest.raises(RuntimeError, match=r"one of 2 ranks, .*ValueError: no such instruction"):
+            drafts.by_kernel("draw", lambda *given: given, torch.device("cuda"), 1, 2)
+    assert bool(drafts.failed) == alone

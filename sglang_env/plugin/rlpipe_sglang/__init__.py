@@ -4,6 +4,8 @@
     drafts.py   in a scheduler: drafts from logits, which are kept as their law
     verify.py   in a scheduler: rejection sampling from logits
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
+    ranks.py    in a scheduler: ranks of a server compare what runs in them, before the first request
+    in_flight.py  in a scheduler: the step in flight when new weights come keeps the version that made it
     width.py    in a scheduler, where spec.adaptive=true: how many tokens each step drafts
     attention.py  in a scheduler on a CPU: attention from the queries of a step alone
     cpu.py      on a CPU: processes are forked; in a scheduler, what DeepSeek-V3 and drafts of mixtures need

@@ -13,6 +13,9 @@ refuses them under rejection sampling,
 since verification needs q of all V. Here X is drawn among the K and z is -inf for the others (`whole`), so a
 token that the draft does not know is never drafted and comes from the residual: the target's law is kept.
 
+CUDA graphs keep what they return, and SGLang captures one for each of up to 67 batch sizes. So the z of a
+step's drafts, [B, gamma, V], leave a graph in a buffer that graphs of all sizes share (`captured`).
+
 Multi-layer workers and servers apart for prefill write probabilities elsewhere too; there all is SGLang's.
 """
 
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 
-from rlpipe_sglang import vocabulary
+from rlpipe_sglang import ranks, vocabulary
 
 failed: list[str] = []  # why torch runs in place of the kernels on this process's GPU
 
@@ -62,6 +65,29 @@ def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> No
         Known.ids, Known.size = worker.hot_token_id.long(), worker.target_worker.model_config.vocab_size
 
 
+class Captured:
+    """float32, as long as z of the largest captured step; every graph ends by writing its z to its beginning.
+
+    SGLang copies them from there before another graph runs.
+    """
+
+    buffer: torch.Tensor | None = None
+
+
+def captured(original: Callable, worker: Any, batch: Any) -> tuple[Any, ...]:
+    """AROUND `EagleDraftWorker.draft_forward`: z of a step that is captured, in the buffer of all graphs."""
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    *tree, z = original(worker, batch)
+    if z is None or not get_is_capture_mode():
+        return (*tree, z)
+
+    # Largest batches are captured first; two runs come before, so this is no memory of a graph.
+    if Captured.buffer is None or Captured.buffer.numel() < z.numel():
+        Captured.buffer = z.new_empty(z.numel())
+    return (*tree, Captured.buffer[: z.numel()].view(z.shape).copy_(z))
+
+
 def whole(z: torch.Tensor) -> torch.Tensor:
     """[B, V] of z [B, K]; z itself where the draft knows all tokens."""
     if Known.ids is None:
@@ -75,11 +101,17 @@ def scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 
 
 def by_kernel(name: str, reference: Callable, device: torch.device, *given: Any) -> Any:
-    """What `reference` returns; on a GPU by `name` of `kernels`, unless that cannot be compiled."""
+    """What `reference` returns; on a GPU by `name` of `kernels`, unless that cannot be compiled.
+
+    Raises torch.OutOfMemoryError, and RuntimeError where the other ranks of the server go on with kernels.
+    """
     if device.type == "cuda" and not failed:
         try:
             return getattr(importlib.import_module("rlpipe_sglang.kernels"), name)(*given)
+        except torch.OutOfMemoryError:  # torch's code needs more memory, and the next step may have it
+            raise
         except Exception as error:  # a compiler's; torch is right, and slower
+            ranks.require_alone(error)
             failed.append(f"{type(error).__name__}: {error}")
             logging.getLogger(__name__).warning("rlpipe's kernels do not run, torch does: %s", failed[0])
     return reference(*given)

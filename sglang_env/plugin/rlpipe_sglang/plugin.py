@@ -17,7 +17,20 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import attention, cpu, drafts, layout, measure, pack, routes, verify, vocabulary, width
+from rlpipe_sglang import (
+    attention,
+    cpu,
+    drafts,
+    in_flight,
+    layout,
+    measure,
+    pack,
+    ranks,
+    routes,
+    verify,
+    vocabulary,
+    width,
+)
 
 REPORT = "rlpipe_plugin"
 _ON_CPU = "SGLANG_USE_CPU_ENGINE"
@@ -58,8 +71,27 @@ async def told_by_http(original: Callable, manager: Any) -> list[dict[str, Any]]
     return [state | {REPORT: state.get(REPORT, {}) | report} for state in await original(manager)]
 
 
+def started(original: Callable, scheduler: Any) -> None:
+    """AROUND `Scheduler.run_event_loop`: after graphs are captured, ranks compare before they serve.
+
+    Raises RuntimeError where they differ, which ends the server.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.runtime_context import get_parallel
+
+    # SGLang logs a hook that it cannot place, and starts without it.
+    missing = [place for place in asked_hooks if place not in HookRegistry._patched]
+    status = f"SGLang could not hook: {', '.join(missing)}" if missing else "ok"
+    verify.warm_up(scheduler)
+    ranks.compare(f"{status}, drafting by {'torch' if drafts.failed else 'kernels'}", get_parallel().tp_group)
+    report["scheduler"] = status
+    original(scheduler)
+
+
 _LOGPROBS, _MANAGER = "layers.logprob_processor", "managers.tokenizer_manager:TokenizerManager"
 _STATE = "managers.scheduler_components.internal_state:SchedulerInternalStateController"
+_SCHEDULER = "managers.scheduler:Scheduler"
+_UPDATER = "managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _RESULT = "managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 _CONTROL = "managers.tokenizer_control_mixin:TokenizerControlMixin"
 _SAMPLED, _WRITTEN = "OutputLogprobProcessor.compute_logprobs", "LogprobResult.write_output_to"
@@ -67,6 +99,7 @@ _NATIVE = "layers.attention.torch_native_backend:TorchNativeAttnBackend"
 _CHECKER = "utils.weight_checker:WeightChecker"
 _SPEC, _DRAFT = "speculative.spec_utils", "speculative.eagle_worker_v2:EagleDraftWorker"
 _COMMON = "speculative.eagle_worker_common"
+_GRAPHS = "model_executor.runner_backend.full_cuda_graph_backend"
 _HOST = "mem_cache.pool_host.common"
 HOOKS = (
     Hook("scheduler", f"{_SPEC}:sample_draft_proposal", "2ddefb2cc9a94828", drafts.proposed),
@@ -74,7 +107,9 @@ HOOKS = (
     Hook("scheduler", f"{_SPEC}:fast_sample", "755612cf80974fe7", drafts.drawn),
     Hook("scheduler", "speculative.eagle_utils:eagle_sample", "b497c62acadc5e71", verify.sampled),
     Hook("scheduler", f"{_DRAFT}.alloc_memory_pool", "c0abe3d9d12ecf79", drafts.allocated),
-    Hook("scheduler", f"{_DRAFT}.draft_forward", "e1dc83274e26941e"),
+    Hook("scheduler", f"{_DRAFT}.draft_forward", "e1dc83274e26941e", drafts.captured),
+    Hook("scheduler", f"{_DRAFT}.draft", "bc895b907be4e337"),
+    Hook("scheduler", f"{_GRAPHS}:FullCudaGraphBackend.capture_one", "b11da397ea881b30"),
     Hook("scheduler", f"{_DRAFT}._draft_extend_for_prefill", "3189eb126ef534d3"),
     Hook("scheduler", f"{_DRAFT}._draft_extend_for_decode", "43fac9eb9ad0ac5e", drafts.extended),
     Hook("scheduler", f"{_COMMON}:prepare_for_draft_extend", "10d99587687d599e", drafts.selected, "after"),
@@ -82,6 +117,13 @@ HOOKS = (
     Hook("scheduler", f"{_LOGPROBS}:{_SAMPLED}", "4ec49f40acc4858b", measure.sampled, "after"),
     Hook("scheduler", f"{_LOGPROBS}:{_WRITTEN}", "285dcca6c4bc612c", measure.written, "after"),
     Hook("scheduler", f"{_STATE}.get_internal_state", "f01b820545684122", told_by_scheduler, "after"),
+    Hook("scheduler", f"{_SCHEDULER}.run_event_loop", "faae8efd03360b0c", started),
+    Hook("scheduler", f"{_SCHEDULER}.process_batch_result", "726305f46a979a47", in_flight.take),
+    Hook("scheduler", f"{_SCHEDULER}.event_loop_overlap", "c093eb14e50c1ac6"),
+    Hook("scheduler", f"{_SCHEDULER}._reqs_finishing_inflight", "0a23fa4468031e1d"),
+    Hook("scheduler", f"{_SCHEDULER}.pause_generation", "b5afa4cbaf6fbea9"),
+    Hook("scheduler", f"{_UPDATER}.begin_weight_update", "fd496cbc2ddb0f75", in_flight.begun),
+    Hook("scheduler", f"{_UPDATER}.update_weights_from_disk", "7dea681e1eed3a25", in_flight.begun),
     Hook("scheduler", f"{_RESULT}._build_auxiliary_commits", "65761aebfc186f66"),
     Hook("scheduler", f"{_RESULT}.process_batch_result_prefill", "a43539bf03ee4abf"),
     Hook("scheduler", f"{_RESULT}.process_batch_result_decode", "c4c08ab3f8690085"),
@@ -109,14 +151,12 @@ ADAPTIVE = (  # where spec.adaptive=true
     ),
     Hook("http", f"{_MANAGER}._calculate_spec_decoding_metrics", "8f1657dbeea4ba06"),
 )
-_UPDATER = "managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _PROCESSOR = "layers.logits_processor:LogitsProcessor"
 _RECORDED = "record_weight_version_after_update"
 CUT = (  # where spec.draft_vocab names a table
     Hook("scheduler", f"{_UPDATER}.{_RECORDED}", "449301bf5d5a1860", vocabulary.updated, "after"),
     Hook("scheduler", f"{_UPDATER}.update_weights_from_tensor", "7ffddf6f5fef887d"),
     Hook("scheduler", f"{_UPDATER}.update_weights_from_distributed", "aea7a898d7666ec9"),
-    Hook("scheduler", f"{_UPDATER}.update_weights_from_disk", "7dea681e1eed3a25"),
     Hook("scheduler", f"{_DRAFT}.init_lm_head", "a2232462de7a2a21"),
     Hook("scheduler", f"{_PROCESSOR}._get_logits", "565c058034e5f7e2"),
     Hook("scheduler", f"{_PROCESSOR}._compute_lm_head", "c5062fc225cae30d"),
@@ -131,6 +171,7 @@ CPU = (  # where a server has no GPU
     Hook("scheduler", f"models.glm4_moe:Glm4Moe{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
 )
 report: dict[str, str] = {}  # of this process: role -> "ok", or what is wrong
+asked_hooks: list[str] = []  # full names of the functions that this process asked SGLang to hook
 
 
 def digest(hook: Hook) -> str:
@@ -154,7 +195,10 @@ def load() -> None:
     hooks = [hook for hook in hooks if hook.role == role]
     report.clear()  # a forked process has that of its parent
     changed = [hook.place for hook in hooks if digest(hook) != hook.source]
-    report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else "ok"
+    intact = "ok" if role == "http" else ranks.WAITING
+    report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else intact
+    asked_hooks.clear()
     for hook in hooks:
         if hook.function and (not changed or hook.function in (told_by_scheduler, told_by_http)):
+            asked_hooks.append(f"{hook.module}.{hook.name}")
             HookRegistry.register(f"{hook.module}.{hook.name}", hook.function, HookType(hook.kind))

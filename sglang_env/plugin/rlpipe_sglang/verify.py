@@ -187,6 +187,29 @@ def sampled(
     return predict, lengths, index
 
 
+def warm_up(scheduler: Any) -> None:
+    """Compile the kernels of drawing and of verification, so that one that fails does so before the start.
+
+    Graphs that SGLang captured have drawn already, but verification runs behind them.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    spec = get_spec()
+    if scheduler.spec_algorithm.is_none() or not spec.speculative_use_rejection_sampling:
+        return
+    places, vocab = spec.speculative_num_draft_tokens, scheduler.model_config.vocab_size
+    device = torch.device(scheduler.device)
+    z = torch.zeros(1, places - 1, vocab, device=device)
+    drafts = torch.zeros(1, places - 1, dtype=torch.int64, device=device)
+    coins = torch.zeros(1, places - 1, dtype=torch.float64, device=device)
+    target, temperatures = z.new_zeros(1, places, vocab), z.new_ones(1, 1)
+    given = drafts, z, target, temperatures, coins, coins[:, 0]
+    top_ks = torch.ones(1, dtype=torch.int32, device=device)
+    drawing.by_kernel("draw", drawing.draw, device, target[:, 0], temperatures, top_ks)
+    drawing.by_kernel("draw", drawing.draw, device, target[:, 0], None, top_ks)  # z, after a prefill
+    drawing.by_kernel("verify", verify, device, *given)
+
+
 def _same_on_all_ranks(*decided: torch.Tensor) -> None:
     """Take rank 0's decisions, as SGLang does: ranks of a tensor-parallel server round differently."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
