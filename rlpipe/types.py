@@ -278,6 +278,9 @@ class Trajectory(TokenColumns):
         None unless they were requested.
     drafts: every verify step, its position counted in token_ids; None unless they were recorded.
     routes: as in `GenerateResult`, of the first tokens (later ones have none); None unless requested.
+    segment_starts: where further conversations of the same attempt begin in token_ids, one after the other:
+        an agent edited its history, or branched. Each is read on its own; tokens that it repeats from an
+        earlier one are context in it, so that every sampled token is trained once.
     turn_ends: length of token_ids after each turn. turn_rewards: of each turn, with the sum `reward`; empty
         while masked, and where it is not recorded.
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
@@ -305,6 +308,7 @@ class Trajectory(TokenColumns):
     prompt_length: int = 0
     num_turns: int = 0
     truncated: bool = False
+    segment_starts: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     reward: float | None = None
@@ -344,6 +348,47 @@ class Trajectory(TokenColumns):
         self.spec.add(result.spec)
         self.num_turns += 1
         self.turn_ends.append(len(self.token_ids))
+
+    def append_segment(self, other: Trajectory) -> None:
+        """Append a conversation of the same attempt that does not continue this one; see `segment_starts`.
+
+        Raises ValueError when routes are recorded, which have no order over several conversations.
+        """
+        if other.routes is not None:
+            raise ValueError(f"trajectory {self.trajectory_id!r}: routes are recorded of one conversation only.")
+        start = len(self.token_ids)
+        if start:
+            self.segment_starts.append(start)
+        else:
+            self.prompt_length = other.prompt_length
+
+        if other.top_logprobs is not None:
+            self.top_logprobs = (self.top_logprobs or []) + other.top_logprobs
+        if other.drafts is not None:
+            self.drafts = (self.drafts or []) + shifted(other.drafts, start)
+
+        self._append(*(getattr(other, name) for name in self.COLUMNS))
+        self.spec.add(other.spec)
+        self.num_turns += other.num_turns
+        self.turn_ends += [start + end for end in other.turn_ends]
+
+    def segments(self) -> list[slice]:
+        """Return the tokens of each conversation.
+
+        >>> Trajectory(trajectory_id="t", group_id="g", instance_id="i", token_ids=[5, 6]).segments()
+        [slice(0, 2, None)]
+        """
+        starts = [0, *self.segment_starts]
+        ends = [*self.segment_starts, len(self.token_ids)]
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def segment(self, tokens: slice) -> Trajectory:
+        """Return the tokens of one conversation, with all columns and the reward, as a trajectory."""
+        if not self.segment_starts:
+            return self
+        top = None if self.top_logprobs is None else self.top_logprobs[tokens]
+        columns = {name: getattr(self, name)[tokens] for name in self.COLUMNS}
+        return replace(self, **columns, top_logprobs=top, drafts=None, turn_ends=[], segment_starts=[])
 
     def _append(self, *values: Sequence[int] | np.ndarray) -> None:
         """Lengthen every column, in the order of COLUMNS."""

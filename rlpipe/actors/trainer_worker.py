@@ -133,8 +133,11 @@ class TrainerWorker:
         return self._draft.adapt_step(self._pack(trajectories, None, share_prefixes=False))
 
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        """Compare target and draft at every context of these trajectories; see `diagnosis.probe`."""
-        tables, depths = self._tables(trajectories)
+        """Compare target and draft at every context of these trajectories; see `diagnosis.probe`.
+
+        Of a trajectory of several segments it reads the first.
+        """
+        tables, depths = self._tables([t.segment(t.segments()[0]) for t in trajectories])
 
         # A trajectory without contexts gets an empty table.
         nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, depths)) for name in COLUMNS}

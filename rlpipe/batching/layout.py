@@ -7,7 +7,7 @@ Owns how `rlpipe.batching.micro_batch.MicroBatch` is filled; which trajectories 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,8 @@ class TrainingData:
 
     advantages: per token. columns: further numbers per token by name, None or empty without. candidates: lay
     out top_logprobs. routes: lay out the experts that read each token in the rollout, where recorded.
+    origins: for each of them, the trajectory that it is a segment of and its first token there; None where
+    they are the trajectories themselves.
     """
 
     trajectories: Sequence[Trajectory]
@@ -28,6 +30,25 @@ class TrainingData:
     columns: Sequence[Mapping[str, np.ndarray]] | None = None
     candidates: bool = False
     routes: bool = False
+    origins: Sequence[tuple[int, int]] | None = None
+
+
+def by_segment(data: TrainingData) -> TrainingData:
+    """Return the same with each segment as a trajectory (`Trajectory.segment_starts`)."""
+    if not any(t.segment_starts for t in data.trajectories):
+        return data
+
+    cuts = [(i, tokens) for i, t in enumerate(data.trajectories) for tokens in t.segments()]
+    columns = data.columns and [
+        {name: values[tokens] for name, values in data.columns[i].items()} for i, tokens in cuts
+    ]
+    return replace(
+        data,
+        trajectories=[data.trajectories[i].segment(tokens) for i, tokens in cuts],
+        advantages=[data.advantages[i][tokens] for i, tokens in cuts],
+        columns=columns,
+        origins=[(i, tokens.start) for i, tokens in cuts],
+    )
 
 
 def lay_out(
@@ -89,16 +110,17 @@ def lay_out(
         return padded
 
     columns = [data.columns[i] for i in rows] if data.columns else []
+    origins = [data.origins[i] if data.origins else (i, 0) for i in rows]
     logprobs = of_targets((t.rollout_logprobs for t in trajectories), np.float32)
     return MicroBatch(
-        rows=np.array(rows),
+        rows=np.array([row for row, _ in origins]),
         tokens=np.concatenate(tokens, dtype=np.int64),
         positions=np.concatenate(positions),
         branches=branches,
         sources=np.concatenate(sources),
         targets=of_targets((t.token_ids for t in trajectories), np.int64),
         mask=mask.astype(np.float32),
-        indices=grid(np.concatenate(targets)),
+        indices=grid(np.concatenate([t + start for t, (_, start) in zip(targets, origins, strict=True)])),
         rollout_logprobs=grid(logprobs),
         advantages=grid(of_targets((data.advantages[i] for i in rows), np.float32)),
         columns={

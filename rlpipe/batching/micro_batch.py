@@ -53,7 +53,8 @@ class Candidates:
 class MicroBatch:
     """One forward pass over N tokens that predicts P sampled tokens of B trajectories.
 
-    rows: [B] index of each trajectory in the packed ones (-1: an empty micro-batch's only row).
+    rows: [B] index of each trajectory in the packed ones (-1: an empty micro-batch's only row). Segments of
+        a trajectory are rows with the same index.
     tokens: [N] ids read. positions: [N] of each in its trajectory. branches: cut N without a gap.
     sources: [P] index into tokens of the position that predicts each sampled token (positions shared
         by siblings occur several times). targets: [P] the sampled tokens.

@@ -2,7 +2,7 @@
 
 Owns which trajectories take part, how they are dealt to data parallel ranks and minibatches, and how they
 fill micro-batches under a token budget (their layout: `layout`). numpy only; knows no model and no loss.
-Flow: drop what cannot be trained on, shuffle into minibatches, put each minibatch in lexicographic order of
+Flow: take the segments of a trajectory apart, drop what cannot be trained on, shuffle into minibatches, put each minibatch in lexicographic order of
 its tokens, so that neighbours share the most, give every rank a stretch of it, and cut the stretch where the
 least is shared.
 
@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from rlpipe.batching.layout import TrainingData, empty_micro_batch, lay_out
+from rlpipe.batching.layout import TrainingData, by_segment, empty_micro_batch, lay_out
 from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.types import Trajectory, TrajectoryStatus
 
@@ -45,7 +45,8 @@ def pack(
 ) -> PackedBatch:
     """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
 
-    Masked trajectories and those without a sampled token are left out.
+    Masked trajectories and those without a sampled token are left out. Each segment of a trajectory is a
+    sequence of its own, in the minibatches and in `MiniBatch.sequences`.
 
     Args:
         trajectories: in any order.
@@ -64,6 +65,21 @@ def pack(
     Raises:
         ValueError: one trajectory exceeds the budget, or has no top_logprobs where candidates are wanted.
     """
+    lengths = [len(t.token_ids) for t in trajectories]
+    batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
+    if advantages is None:
+        advantages = [np.zeros(length, dtype=np.float32) for length in lengths]
+    data = by_segment(
+        TrainingData(
+            trajectories=trajectories,
+            advantages=advantages,
+            columns=columns,
+            candidates=candidates,
+            routes=routes,
+        )
+    )
+    trajectories, advantages = data.trajectories, data.advantages
+
     rows = [i for i, t in enumerate(trajectories) if trainable(t)]
     # Tokens after the last sampled one are cut off, as no prediction reads them.
     inputs = {i: _inputs(trajectories[i]) for i in rows}
@@ -75,22 +91,10 @@ def pack(
             "rollout.max_context."
         )
 
-    if advantages is None:
-        advantages = [np.zeros(len(t.token_ids), dtype=np.float32) for t in trajectories]
-    data = TrainingData(
-        trajectories=trajectories,
-        advantages=advantages,
-        columns=columns,
-        candidates=candidates,
-        routes=routes,
-    )
-
     parts = [rows[:]]
     if minibatches > 1:
         shuffled = np.random.default_rng(seed).permutation(rows).tolist()
         parts = [shuffled[i::minibatches] for i in range(minibatches) if shuffled[i::minibatches]]
-    lengths = [len(t.token_ids) for t in trajectories]
-    batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
 
     def deal_to_ranks(members: list[int]) -> list[list[MicroBatch]]:
         line = _Line.from_inputs(members, inputs, share=share_prefixes)

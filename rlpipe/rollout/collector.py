@@ -53,7 +53,7 @@ from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.environment_threads import EnvironmentHung, EnvironmentThreads
-from rlpipe.rollout.turn import joined, next_route, stream_seed
+from rlpipe.rollout.turn import Turn, joined, next_route, stream_seed
 from rlpipe.types import (
     FinishReason,
     GenerateRequest,
@@ -468,7 +468,7 @@ class Collector:
                 return await self._finish(attempt, episode), ExitReason.CONTEXT
             trajectory.append_context(context)
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
-                generated = await self._generate(attempt, turn)
+                generated = await self._generate(attempt, self._next_turn(attempt, turn))
             trajectory.append_sampled(generated)
             attempt.cut |= generated.finish_reason is FinishReason.LENGTH
 
@@ -491,10 +491,21 @@ class Collector:
             attempt.rewards.append(result.reward or 0.0)
         return result
 
-    async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
+    def _next_turn(self, attempt: _Attempt, number: int) -> Turn:
+        """Return the turn that continues an episode's trajectory."""
+        trajectory = attempt.trajectory
+        return Turn(
+            key=number,
+            prompt=trajectory.token_ids,
+            budget=min(self._rollout.max_new_tokens, self._rollout.max_context - len(trajectory.token_ids)),
+            session_id=attempt.session_id,
+            stop_token_ids=self._chat.stop_token_ids,
+            top_logprobs=attempt.task.top_logprobs,
+            routes=trajectory.routes,
+        )
+
+    async def _generate(self, attempt: _Attempt, turn: Turn) -> GenerateResult:
         """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
-        length = len(attempt.trajectory.token_ids)
-        budget = min(self._rollout.max_new_tokens, self._rollout.max_context - length)
         generated: GenerateResult | None = None
         empty_aborts = 0
         started = time.monotonic()
@@ -502,7 +513,7 @@ class Collector:
         while generated is None or generated.finish_reason is FinishReason.ABORT:
             if self._closing:
                 raise _Masked(*_CLOSED)
-            result = await self._request(attempt, turn, budget=budget, generated=generated)
+            result = await self._request(attempt, turn, generated)
 
             # An engine that aborts without end must not hold the trajectory for ever.
             empty_aborts = 0 if len(result.output_ids) else empty_aborts + 1
@@ -512,7 +523,7 @@ class Collector:
             extended: GenerateResult = result if generated is None else joined(generated, result)
 
             # The last token of the budget may arrive together with an abort; the turn is complete then.
-            if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= budget:
+            if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= turn.budget:
                 extended.finish_reason = FinishReason.LENGTH
             generated = extended
 
@@ -520,31 +531,28 @@ class Collector:
         return generated
 
     async def _request(
-        self, attempt: _Attempt, turn: int, *, budget: int, generated: GenerateResult | None
+        self, attempt: _Attempt, turn: Turn, generated: GenerateResult | None
     ) -> GenerateResult:
-        """Request the tokens of a turn that are still missing.
-
-        budget: tokens of the full turn. generated: what earlier requests returned of it.
-        """
-        task, prompt = attempt.task, attempt.trajectory.token_ids
+        """Request the tokens of a turn that are still missing. generated: what earlier requests returned."""
+        task, prompt = attempt.task, turn.prompt
         done = 0 if generated is None else len(generated.output_ids)
         if generated is not None:
             prompt = np.concatenate((prompt, generated.output_ids))
         start = len(prompt)
         request = GenerateRequest(
-            request_id=f"{attempt.session_id}/{turn}/{start}",
+            request_id=f"{turn.session_id}/{turn.key}/{start}",
             prompt_ids=prompt,
             sampling=SamplingParams(
                 temperature=task.temperature,
-                max_new_tokens=budget - done,
-                stop_token_ids=() if self._rollout.ignore_eos else self._chat.stop_token_ids,
-                seed=stream_seed(task.seed, turn, start),
-                top_logprobs=task.top_logprobs,
+                max_new_tokens=turn.budget - done,
+                stop_token_ids=() if self._rollout.ignore_eos else turn.stop_token_ids,
+                seed=stream_seed(task.seed, turn.key, start),
+                top_logprobs=turn.top_logprobs,
                 record_drafts=task.record,
                 routes=task.routes,
-                routes_from=next_route(attempt.trajectory.routes, generated),
+                routes_from=next_route(turn.routes, generated),
             ),
-            session_id=attempt.session_id,
+            session_id=turn.session_id,
         )
 
         self._generating += 1

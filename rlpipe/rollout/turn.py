@@ -1,9 +1,9 @@
-"""Turns, whichever engine generates them: their seeds, and the joining of results of one turn."""
+"""Turns, whichever engine generates them: what they ask for, their seeds, and the joining of their results."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,24 @@ from rlpipe.types import (
     recorded,
     shifted,
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One turn to generate, however many requests of an engine it takes.
+
+    key: differs for each turn of an attempt, and decides its seeds. prompt: int32 ids of all tokens before
+    it. budget: tokens that it may have. session_id: of the conversation. stop_token_ids: end it. top_logprobs:
+    of each token. routes: of the tokens before it.
+    """
+
+    key: object
+    prompt: np.ndarray
+    budget: int
+    session_id: str
+    stop_token_ids: tuple[int, ...]
+    top_logprobs: int = 0
+    routes: np.ndarray | None = None
 
 
 def stream_seed(*parts: object) -> int:
@@ -72,4 +90,15 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         routes=merged_routes(first.routes, second.routes, second.routes_from - routes_from),
         routes_from=routes_from,
         **columns,
+    )
+
+
+def shortened(result: GenerateResult, tokens: int) -> GenerateResult:
+    """Return the first tokens of a turn. Counts of drafts stay: the work was done."""
+    columns = {name: getattr(result, name)[:tokens] for name in GenerateResult.COLUMNS}
+    return replace(
+        result,
+        **columns,
+        top_logprobs=None if result.top_logprobs is None else result.top_logprobs[:tokens],
+        drafts=None if result.drafts is None else [d for d in result.drafts if d.position < tokens],
     )

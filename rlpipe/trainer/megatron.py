@@ -17,6 +17,7 @@ import time
 from collections import ChainMap
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -324,16 +325,17 @@ class MegatronTrainer:
 
         They are 0.0 where loss_mask is 0, and throughout trajectories that `pack` left out.
         """
-        logprobs: dict[int, np.ndarray] = {}
+        parts = []
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
-            logprobs |= self._passes.logprobs_by_row(self.model, shard, batch)
+            parts.append(self._passes.logprobs_by_row(self.model, shard, batch))
 
-        by_row = ChainMap(*runtime.gather_last(logprobs, self._dp_group))
-        return [
-            by_row[row].tolist() if row in by_row else [0.0] * length
-            for row, length in enumerate(batch.lengths)
-        ]
+        # Segments of one trajectory may be in several parts, each 0 where it has no token.
+        totals = [np.zeros(length, dtype=np.float32) for length in batch.lengths]
+        for part in chain.from_iterable(runtime.gather_last(parts, self._dp_group)):
+            for row, values in part.items():
+                totals[row] += values
+        return [total.tolist() for total in totals]
 
     def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
         """Gather target and MTP weights under HF names, bucket by bucket; see `hf_bridge`.

@@ -185,7 +185,8 @@ class Passes:
             values, mask = score.logprobs.cpu().numpy(), micro_batch.mask > 0
             for b in np.flatnonzero(micro_batch.rows >= 0):
                 row = int(micro_batch.rows[b])
-                logprobs[row] = np.zeros(batch.lengths[row], dtype=np.float32)
+                # Segments of a trajectory are rows of their own.
+                logprobs.setdefault(row, np.zeros(batch.lengths[row], dtype=np.float32))
                 logprobs[row][micro_batch.indices[b, mask[b]]] = values[b, mask[b]]
         return logprobs
 
