@@ -355,7 +355,9 @@ class Trajectory(TokenColumns):
         Raises ValueError when routes are recorded, which have no order over several conversations.
         """
         if other.routes is not None:
-            raise ValueError(f"trajectory {self.trajectory_id!r}: routes are recorded of one conversation only.")
+            raise ValueError(
+                f"trajectory {self.trajectory_id!r}: routes are recorded of one conversation only."
+            )
         start = len(self.token_ids)
         if start:
             self.segment_starts.append(start)

@@ -30,6 +30,7 @@ from rlpipe.rollout.collector import Collector
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
 from rlpipe.rollout.relay import RelayEngine
+from rlpipe.serve.server import AgentServer
 from rlpipe.types import GenerateRequest, GenerateResult, Group, Prompt, Trajectory
 from rlpipe.weights.payload import WeightPayload, unpack_weights
 from rlpipe.weights.protocols import ReceivesBroadcasts
@@ -51,8 +52,10 @@ class RolloutWorker:
         self._suite = make_suite(config.env, seed=config.run.seed)
         self._engine: Engine = make_engine(config, self._note)
         self._engines = [self._engine]  # all that receive new weights
+        self._agents = AgentServer(config.env.agent.host, config.env.tools.parser)
         collector = partial(
             Collector,
+            agents=self._agents,
             chat=ChatFormat.from_pretrained(path),
             rollout=config.rollout,
             env=config.env,
@@ -231,5 +234,6 @@ class RolloutWorker:
         """Stop decoding and free the sandbox."""
         for collector in dict.fromkeys((self._collector, self._evaluator)):
             await collector.close()
+        await self._agents.close()
         for engine in [*self._engines, *([self._policy] if self._policy else [])]:
             await asyncio.to_thread(engine.close)

@@ -2,9 +2,9 @@
 
 Owns which trajectories take part, how they are dealt to data parallel ranks and minibatches, and how they
 fill micro-batches under a token budget (their layout: `layout`). numpy only; knows no model and no loss.
-Flow: take the segments of a trajectory apart, drop what cannot be trained on, shuffle into minibatches, put each minibatch in lexicographic order of
-its tokens, so that neighbours share the most, give every rank a stretch of it, and cut the stretch where the
-least is shared.
+Flow: take the segments of a trajectory apart, drop what cannot be trained on, shuffle into minibatches, put
+each minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a
+stretch of it, and cut the stretch where the least is shared.
 
 Invariants: every trainable token is in exactly one micro-batch of each pass; no micro-batch has more
 tokens than the budget; every rank of a minibatch has the same number of micro-batches (a rank short of

@@ -11,7 +11,7 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.data import FunctionTask
 from rlpipe.config.limits import at_least, positive
 from rlpipe.config.mix import members_of
-from rlpipe.config.user_code import absolute
+from rlpipe.config.user_code import absolute, is_user_code
 
 INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one for each seed
 
@@ -26,6 +26,7 @@ class EnvName(Choice):
     TEXTARENA = "textarena"  # games of TextArena
     VERIFIERS = "verifiers"  # tasksets and environments of verifiers 0.4
     OPENENV = "openenv"  # behind an OpenEnv server
+    AGENT = "agent"  # a program of yours that talks to the model: `agent.run`, `data` and `reward`
     FUNCTION = "function"  # a data set and a reward function: `data` and `reward`
     USER = "user"  # a user's suite, selected by naming it in env.suite
     MIX = "mix"  # several of them, selected by env.mix
@@ -281,6 +282,29 @@ class OpenEnvConfig:
         positive(self, "env.openenv", "timeout_s")
 
 
+@dataclass(slots=True, kw_only=True)
+class AgentConfig:
+    """Settings of the environment `agent`."""
+
+    run: str = ""
+    """The agent: a function of (base_url, api_key, task), as file.py:NAME or module:NAME, plain or async; or
+    a command line, which gets OPENAI_BASE_URL, OPENAI_API_KEY and RLPIPE_TASK (a JSON file). The answer is
+    what the function returns or the command prints; without any, the model's last turn."""
+
+    host: str = "127.0.0.1"
+    """Address at which the endpoint listens. Agents in containers or on other machines need another one than
+    that of this machine only; each attempt has a key of its own."""
+
+    def __post_init__(self) -> None:
+        if self.is_function:
+            self.run = absolute(self.run)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether `run` names a function rather than a command."""
+        return is_user_code(self.run) and len(self.run.split()) == 1
+
+
 def _shipped_held_out() -> list[str]:
     """Return the default held-out files."""
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
@@ -350,6 +374,9 @@ class EnvConfig:
     openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
     """Settings of the environment `openenv`."""
 
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """Settings of the environment `agent`."""
+
     suite: str = ""
     """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class
     with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module
@@ -365,7 +392,7 @@ class EnvConfig:
     """Values for a user's suite, in any form that it reads."""
 
     function: FunctionTask = field(default_factory=FunctionTask, metadata={"omegaconf_ignore": True})
-    """Not a setting: `data` and `reward`, which `Config` puts here for the environment `function`."""
+    """Not a setting: `data` and `reward`, which `Config` puts here for the environments of data sets."""
 
     mix: dict[str, Any] = field(default_factory=dict)
     """Environments to train on together, by name: {arith: {share: 0.5, name: reasoning, reasoning: {tasks:

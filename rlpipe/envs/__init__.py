@@ -123,6 +123,18 @@ def _make_function(config: EnvConfig, seed: int) -> Suite:
     return FunctionSuite(config)
 
 
+def _check_agent(config: EnvConfig) -> None:
+    from rlpipe.envs.agent.program import load_agent
+
+    load_agent(config.agent)
+
+
+def _make_agent(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.agent.suite import AgentSuite
+
+    return AgentSuite(config)
+
+
 def _check_user(config: EnvConfig) -> None:
     from rlpipe.envs.user_suite import load_suite_maker
 
@@ -169,6 +181,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.TEXTARENA: Environment(check=_check_textarena, make=_make_textarena),
     EnvName.VERIFIERS: Environment(check=_check_verifiers, make=_make_verifiers),
     EnvName.OPENENV: Environment(check=_check_openenv, make=_make_openenv),
+    EnvName.AGENT: Environment(check=_check_agent, make=_make_agent),
     EnvName.FUNCTION: Environment(check=_check_function, make=_make_function),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
     EnvName.MIX: Environment(check=_check_mix, make=_make_mix),

@@ -79,6 +79,35 @@ class Episode(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AgentAddress:
+    """Where an agent reaches the model for one attempt.
+
+    root_url: of the endpoint, such as http://127.0.0.1:40123. api_key: of this attempt only.
+    """
+
+    root_url: str
+    api_key: str
+
+
+@runtime_checkable
+class AgentEpisode(Protocol):
+    """An attempt in which a program talks to the model itself, rather than turn by turn through `step`.
+
+    Any suite may return one, a user's too.
+    """
+
+    def run_agent(self, address: AgentAddress) -> str | Awaitable[str | None] | None:
+        """Work on the task until it is done; return the answer, None for the text of the last turn.
+
+        Raises InfrastructureError when something other than the model failed."""
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Grade the answer. The episode is done then."""
+        ...
+
+
 class Suite(Protocol):
     """A set of instances by split. Splits: 'train' and any number of held-out sets.
 

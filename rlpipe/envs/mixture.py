@@ -12,6 +12,7 @@ from typing import Any
 
 from rlpipe.envs.base import (
     TRAIN,
+    AgentEpisode,
     Episode,
     GroupMember,
     SplitTable,
@@ -58,7 +59,9 @@ class MixtureSuite(SplitTable):
         name, _, own = instance_id.partition("/")
         suite = self.members[name]
         episode = start_episode(suite, own, seed=seed, attempt=attempt)
-        return episode if suite.max_turns == self.max_turns else _Limited(episode, suite.max_turns)
+        if suite.max_turns == self.max_turns or isinstance(episode, AgentEpisode):
+            return episode
+        return _Limited(episode, suite.max_turns)
 
     def _score_group(self, instance_id: str, results: list[GroupMember]) -> Any:
         """Return the rewards of siblings, by their member's function if it has one."""

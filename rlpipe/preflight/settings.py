@@ -93,10 +93,15 @@ def _check_growth(config: Config) -> None:
 def _check_function(config: Config) -> None:
     """Refuse a data set or a reward that the environment would not use. Raises ValueError with a hint."""
     unused = [name for name, value in (("data.train", config.data.train), ("reward", config.reward)) if value]
-    if unused and config.env.name is not EnvName.FUNCTION:
+    if unused and config.env.name not in (EnvName.FUNCTION, EnvName.AGENT):
         raise ValueError(
-            f"{' and '.join(unused)} belong to the environment function, and env.name={config.env.name} "
-            "does not use them: add env=function, or leave them out."
+            f"{' and '.join(unused)} belong to the environments function and agent, and env.name="
+            f"{config.env.name} does not use them: add env=function, or leave them out."
+        )
+    if config.env.name is EnvName.AGENT and config.rollout.replay_routes:
+        raise ValueError(
+            "rollout.replay_routes=true with env.name=agent: experts are recorded of one conversation, and "
+            "an agent may open several in an attempt. Set it to false."
         )
 
 

@@ -84,6 +84,52 @@ class ChatFormat:
         """Return the full prompt of a first turn, generation prompt included. tools: see `check_tools`."""
         return self._encode(self._render(messages, generate=True, tools=tools))
 
+    def harmless(self, value: Any) -> Any:
+        """Return JSON values with every special token that a text in them spells out broken up."""
+        if isinstance(value, str):
+            return self._defuse(value)
+        if isinstance(value, Mapping):
+            return {key: self.harmless(each) for key, each in value.items()}
+        return [self.harmless(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> str:
+        """Return a conversation as the template writes it, generation prompt included.
+
+        Special tokens that its texts spell out count as such: `harmless` comes before.
+        """
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert isinstance(text, str)  # tokenize=False
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a rendered text, in which special tokens count as such."""
+        return self._encode(text)
+
+    def following(self, text: str, *, before: str, last_id: int) -> list[int] | None:
+        """Return the tokens that continue a sampled turn so that the tokens are those of a rendered text.
+
+        text: of the whole conversation, as `rendered` returns it. before: the text of all tokens up to the
+        end of the turn, without its stop token. last_id: the turn's last token.
+        None where the template writes what came before in another way, or ends the turn by another token,
+        or where the new text has other tokens than it would have after this one.
+        """
+        if not text.startswith(before):
+            return None
+        rest = text[len(before) :]
+        ids = self._encode(rest)
+        if last_id in self.stop_token_ids:
+            if ids[:1] != [last_id]:
+                return None
+            ids, rest = ids[1:], rest.removeprefix(self._text([last_id]))
+
+        # Some tokenizers put a space before a text that they take for a beginning.
+        return ids if ids and self._text([last_id, *ids]) == self._text([last_id]) + rest else None
+
     def check_tools(self, tools: Tools) -> None:
         """Raise ValueError when the template leaves a tool out. tools: OpenAI schemas."""
         rendered = self._render([{"role": "user", "content": "question"}], generate=True, tools=tools)

@@ -6,6 +6,7 @@
 | engine.generate             | the engine's own batch                                         |
 | a step of its episode       | one of `env.threads` threads (environments block); `async def` |
 |                             | steps run in one loop of a thread of its own                   |
+| an agent (`run_agent`)      | its own return; it has the endpoint generate meanwhile         |
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
 infrastructure, a call that hangs among them (`environment_threads`), repeats the full trajectory with the
@@ -32,6 +33,7 @@ import numpy as np
 
 from rlpipe.config.user_code import raised_at
 from rlpipe.envs.base import (
+    AgentEpisode,
     Episode,
     GroupMember,
     InfrastructureError,
@@ -50,6 +52,7 @@ from rlpipe.envs.contract import (
     step_of,
 )
 from rlpipe.metrics.spans import Lane, SpanLog
+from rlpipe.rollout.agents import AgentAttempt, AgentEndpoint
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.environment_threads import EnvironmentHung, EnvironmentThreads
@@ -172,6 +175,7 @@ class Collector:
     top_logprobs: how many the engine returns with each token of `collect`; `evaluate` requests none.
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
     spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
+    agents: serves the attempts of episodes that are an `AgentEpisode`; needed only by suites that have them.
     """
 
     def __init__(
@@ -185,7 +189,9 @@ class Collector:
         top_logprobs: int = 0,
         record_drafts: bool = False,
         spans: SpanLog | None = None,
+        agents: AgentEndpoint | None = None,
     ) -> None:
+        self._agents = agents
         self._engine, self._suite, self._chat = engine, suite, chat
         self._tools = suite_tools(suite)
         if self._tools:
@@ -424,7 +430,10 @@ class Collector:
         start = partial(start_episode, seed=stream_seed(task.seed, "env"), attempt=task.number)
         episode = await self._call(attempt, "episode", start, self._suite, task.instance_id)
         try:
-            result, reason = await self._take_turns(attempt, episode)
+            if isinstance(episode, AgentEpisode):
+                result, reason = await self._run_agent(attempt, episode)
+            else:
+                result, reason = await self._take_turns(attempt, episode)
         except (EnvironmentHung, asyncio.CancelledError):
             limit = _CLOSE_S
             raise
@@ -490,6 +499,47 @@ class Collector:
         else:
             attempt.rewards.append(result.reward or 0.0)
         return result
+
+    async def _run_agent(self, attempt: _Attempt, episode: AgentEpisode) -> tuple[StepResult, ExitReason]:
+        """Have an agent talk to the model until it returns, and grade its answer.
+
+        An agent that fails after a request was refused for a limit failed of that: it is graded as it is.
+        """
+        assert self._agents is not None, "suites with agents need an endpoint"
+        session = await self._agents.open(
+            AgentAttempt(
+                trajectory=attempt.trajectory,
+                session_id=attempt.session_id,
+                chat=self._chat,
+                generate=partial(self._generate, attempt),
+                end_session=lambda name: self._engine.end_session(name),
+                max_turns=self._suite.max_turns,
+                max_context=self._rollout.max_context,
+                max_new_tokens=self._rollout.max_new_tokens,
+                top_logprobs=attempt.task.top_logprobs,
+            )
+        )
+        answer: str | None = None
+        try:
+            answer = await self._call(attempt, "run_agent", episode.run_agent, session.address)
+        except _EnvironmentRaised:
+            if not session.limit and session.failure is None:
+                raise
+        finally:
+            await session.close()
+
+        attempt.cut |= session.cut
+        if session.failure is not None:
+            raise session.failure
+        if not session.texts and not session.limit:
+            raise _Masked(ExitReason.ERROR, "the agent returned without a request to the model")
+
+        answer = answer if answer is not None else (session.texts or [""])[-1]
+        step = step_of(await self._call(attempt, "step", episode.step, answer), last=True)
+        attempt.turns += [{"action": text[:_MAX_TEXT], "observation": ""} for text in session.texts]
+        attempt.actions = [answer]
+        attempt.rewards = [0.0] * max(attempt.trajectory.num_turns - 1, 0) + [step.reward or 0.0]
+        return step, ExitReason(session.limit or "done")
 
     def _next_turn(self, attempt: _Attempt, number: int) -> Turn:
         """Return the turn that continues an episode's trajectory."""

@@ -1,4 +1,4 @@
-"""Turns, whichever engine generates them: what they ask for, their seeds, and the joining of their results."""
+"""Turns, whichever engine generates them: what they ask for, their seeds, the joining of their results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Turn:
     """One turn to generate, however many requests of an engine it takes.
 
     key: differs for each turn of an attempt, and decides its seeds. prompt: int32 ids of all tokens before
-    it. budget: tokens that it may have. session_id: of the conversation. stop_token_ids: end it. top_logprobs:
-    of each token. routes: of the tokens before it.
+    it. budget: tokens that it may have. session_id: of the conversation. stop_token_ids: end it.
+    top_logprobs: of each token. routes: of the tokens before it.
     """
 
     key: object

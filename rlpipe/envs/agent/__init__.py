@@ -1,0 +1,1 @@
+"""Agents: programs that talk to the model by themselves. `suite` is the environment, `program` runs them."""

@@ -1,0 +1,79 @@
+"""Tasks of a data set for an agent, graded by reward functions: `env=agent agent.run=my_agent.py:solve`.
+
+    run_agent(address) -> the agent calls the endpoint until it is done -> answer --step--> reward
+
+An instance is a row, as of the environment `function`, and the answer is scored as there. The agent gets the
+prompt and the columns of the row except those that the reward reads: the right answer stays in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.envs.agent.program import Program, load_agent
+from rlpipe.envs.base import AgentAddress
+from rlpipe.envs.function.examples import Example
+from rlpipe.envs.function.rewards import Reward
+from rlpipe.envs.function.suite import FunctionEpisode, FunctionSuite
+
+_GRADING = ("reward_model", "extra_info")  # columns of verl's layout that hold the right answer
+
+
+class AgentEpisode(FunctionEpisode):
+    """One attempt of an agent; the Protocol is `rlpipe.envs.base.AgentEpisode`."""
+
+    def __init__(
+        self,
+        example: Example,
+        rewards: Sequence[Reward],
+        *,
+        grouped: bool,
+        program: Program,
+        task: dict[str, Any],
+    ) -> None:
+        super().__init__(example, rewards, grouped=grouped)
+        self._program, self._task = program, task
+
+    def run_agent(self, address: AgentAddress) -> str | Awaitable[str | None] | None:
+        """Have the agent work on the task; return its answer."""
+        return self._program(address, self._task)
+
+
+class AgentSuite(FunctionSuite):
+    """The rows of a data set. Splits: `train` and `held_out`. Raises ValueError.
+
+    max_turns: turns of the model in one attempt.
+    """
+
+    def __init__(self, config: EnvConfig) -> None:
+        super().__init__(config)
+        self.max_turns = config.max_turns
+        self._program = load_agent(config.agent)
+        self._hidden = {name for reward in self.rewards for name in reward.signature.names} | {*_GRADING}
+
+    def episode(self, instance_id: str) -> AgentEpisode:
+        """Start a fresh attempt."""
+        example = self.example(instance_id)
+        return AgentEpisode(
+            example,
+            self.rewards,
+            grouped=self._grouped,
+            program=self._program,
+            task=self._task_of(instance_id, example),
+        )
+
+    def _task_of(self, instance_id: str, example: Example) -> dict[str, Any]:
+        """Return what the agent may know of a row."""
+        reader = self._readers[instance_id.partition("/")[0]]
+        hidden = (self._hidden | {reader.answer_column}) - {reader.prompt_column}
+        # A reward that reads the whole row may find the answer in any column.
+        if "row" in self._hidden:
+            hidden |= example.row.keys()
+        return {
+            "id": instance_id,
+            "prompt": example.text,
+            "messages": [dict(message) for message in example.messages],
+            "row": {name: value for name, value in example.row.items() if name not in hidden},
+        }

@@ -1,0 +1,157 @@
+"""Anthropic's messages: requests in, answers and streams out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlpipe.serve.chat import MAX_TOKENS, chosen_tools, overridden
+from rlpipe.serve.requests import (
+    ApiError,
+    ChatRequest,
+    Message,
+    Reply,
+    count_of,
+    list_of,
+    message_of,
+    stops_of,
+    text_of,
+    tools_of,
+)
+
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def request_of(body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request of a body. Raises ApiError."""
+    messages: list[Message] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": text_of(body["system"], "system")})
+    for message in list_of(body.get("messages"), "messages"):
+        messages += _messages_of(message)
+
+    max_tokens = count_of(body, "max_tokens", least=1, most=MAX_TOKENS)
+    if max_tokens is None:
+        raise ApiError(400, "max_tokens is missing: say how many tokens an answer may have.")
+    given = list_of(body.get("tools") or [], "tools")
+    tools = tools_of([{"function": _function(tool)} for tool in given])
+    return ChatRequest(
+        messages=messages,
+        tools=chosen_tools(body, tools),
+        max_tokens=max_tokens,
+        stop=stops_of(body.get("stop_sequences")),
+        overridden=overridden(body),
+    )
+
+
+def answer(replies: list[Reply], body: Mapping[str, Any], name: str, created: int) -> dict[str, Any]:
+    """Return the answer to a request."""
+    (reply,) = replies
+    return _head(reply, body, name) | {
+        "content": _blocks(reply),
+        "stop_reason": _STOPS[reply.finish],
+        "usage": _usage(reply),
+    }
+
+
+def events(
+    replies: list[Reply], body: Mapping[str, Any], name: str, created: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the events of a streamed answer, as (name of the event, data)."""
+
+    def event(kind: str, **fields: Any) -> tuple[str, Any]:
+        return kind, {"type": kind, **fields}
+
+    (reply,) = replies
+    empty = _usage(reply) | {"output_tokens": 0}
+    yield event("message_start", message=_head(reply, body, name) | {"content": [], "usage": empty})
+    for index, block in enumerate(_blocks(reply)):
+        if block["type"] == "text":
+            start, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            start = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield event("content_block_start", index=index, content_block=start)
+        yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+
+    ended = {"stop_reason": _STOPS[reply.finish], "stop_sequence": None}
+    yield event("message_delta", delta=ended, usage=_usage(reply))
+    yield event("message_stop")
+
+
+def error(failure: ApiError) -> dict[str, Any]:
+    """Return the body of an error."""
+    kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(failure)}}
+
+
+def _function(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or "input_schema" not in tool:
+        raise ApiError(400, "tools must hold {'name': ..., 'input_schema': {...}}: the server runs no tools.")
+    return {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool["input_schema"],
+    }
+
+
+def _messages_of(given: Any) -> list[Message]:
+    """Return the chat messages of one message: results of tools are messages of their own."""
+    content = given.get("content") if isinstance(given, Mapping) else None
+    if not isinstance(content, list):
+        return [message_of(given)]
+
+    texts, calls, results = [], [], []
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+            calls.append({"id": block.get("id"), "function": function})
+        elif kind == "tool_result":
+            result = {"role": "tool", "content": block.get("content")}
+            results.append(message_of(result | {"tool_call_id": str(block.get("tool_use_id") or "")}))
+        else:
+            texts.append(block)
+
+    if results and not texts:
+        return results
+    return [*results, message_of({"role": given.get("role"), "content": texts, "tool_calls": calls})]
+
+
+def _head(reply: Reply, body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{name}",
+        "type": "message",
+        "role": "assistant",
+        "model": str(body.get("model") or "policy"),
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        for call in reply.calls
+    ]
+    return [*text, *calls]
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    cached = reply.cached_tokens
+    return {
+        "input_tokens": reply.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(reply.ids),
+    }

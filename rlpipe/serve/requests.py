@@ -1,0 +1,196 @@
+"""What dialects turn requests into, and what a session answers: messages, requests, replies, errors.
+
+Owns the form of a message: a role and a text, and for tools their calls. Whatever else a client sends in a
+message (annotations, refusals that are null) is not part of a conversation and is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Message = dict[str, Any]
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class ApiError(Exception):
+    """A request that gets an error as its answer. status: of HTTP. code: for programs."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatRequest:
+    """One request for turns of a conversation.
+
+    messages: as `message_of` returns them. tools: OpenAI's schemas. n: turns wanted, all of them
+    alternatives. max_tokens: of each (None: the run's limit). stop: texts that end a turn. top_logprobs:
+    alternatives wanted with each token. overridden: settings of the client that the run decides instead, as
+    temperature.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
+    overridden: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A tool call of a turn; arguments as JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """One turn.
+
+    content: its text without calls. finish: "stop", "length" or "tool_calls". ids, logprobs: of its tokens,
+    its stop token included; texts: of each token; top: [(text, logprob), ...] of each. prompt_tokens: before
+    it. cached_tokens: of these, the ones that were recorded before.
+    """
+
+    content: str
+    calls: list[Call]
+    finish: str
+    ids: np.ndarray
+    logprobs: np.ndarray
+    texts: list[str]
+    top: list[list[tuple[str, float]]]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def message_of(given: Any, where: str = "messages") -> Message:
+    """Return a chat message as templates read it. Raises ApiError for anything else.
+
+    >>> message_of({"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "name": None})
+    {'role': 'system', 'content': 'Be brief.'}
+    """
+    if not isinstance(given, Mapping):
+        raise ApiError(400, f"{where} must hold objects with role and content, not {type(given).__name__}.")
+    role = _ROLES.get(given.get("role", "")) if isinstance(given.get("role"), str) else None
+    if role is None:
+        raise ApiError(400, f"{where}: role={given.get('role')!r} must be one of {', '.join(_ROLES)}.")
+
+    message: Message = {"role": role, "content": text_of(given.get("content"), where)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if given.get(name) is not None:
+            message[name] = string_of(given[name], f"{where}: {name}")
+    if given.get("tool_calls"):
+        message["tool_calls"] = [
+            _call_of(call, where) for call in list_of(given["tool_calls"], f"{where}: tool_calls")
+        ]
+    return message
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return the text of a message's content. Raises ApiError for images and the like."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind not in _TEXT_PARTS:
+                raise ApiError(400, f"{where}: content of type {kind!r}: this model reads text only.")
+        return "".join(string_of(part.get("text"), f"{where}: text") for part in content)
+    return string_of(content, f"{where}: content")
+
+
+def string_of(value: Any, where: str) -> str:
+    """Return a text. Raises ApiError for anything else, and for one that UTF-8 cannot hold."""
+    if not isinstance(value, str):
+        raise ApiError(400, f"{where} must be a string, not {type(value).__name__}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{where} holds half a surrogate pair, which is no text.") from None
+    return value
+
+
+def list_of(value: Any, where: str) -> Sequence[Any]:
+    """Return a list. Raises ApiError for anything else."""
+    if not isinstance(value, list):
+        raise ApiError(400, f"{where} must be a list, not {type(value).__name__}.")
+    return value
+
+
+def count_of(body: Mapping[str, Any], *names: str, least: int, most: int) -> int | None:
+    """Return the first of some fields that is there, a whole number in bounds; None without any.
+
+    Raises ApiError for anything else.
+    """
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ApiError(
+                400, f"{name}={json.dumps(value)[:50]} must be a whole number from {least} to {most}."
+            )
+        return value
+    return None
+
+
+def tools_of(given: Any) -> list[dict[str, Any]]:
+    """Return OpenAI's schemas of functions. Raises ApiError for anything else."""
+    tools = []
+    for tool in list_of(given or [], "tools"):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ApiError(400, "tools must hold {'type': 'function', 'function': {'name': ...}}.")
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, Mapping):
+            raise ApiError(400, f"tools: parameters of {function['name']!r} must be a JSON schema.")
+        tools.append(
+            {
+                "type": "function",
+                "function": {
+                    "name": function["name"],
+                    "description": str(function.get("description") or ""),
+                    "parameters": dict(parameters),
+                },
+            }
+        )
+    return tools
+
+
+def stops_of(given: Any) -> tuple[str, ...]:
+    """Return the texts that end a turn: one, or a list. Raises ApiError for anything else."""
+    stops = [given] if isinstance(given, str) else list_of(given or [], "stop")
+    if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > 16:
+        raise ApiError(400, "stop must be at most 16 texts that are not empty.")
+    return tuple(stops)
+
+
+def _call_of(given: Any, where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as templates read it."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            400, f"{where}: tool_calls must hold {{'id': ..., 'function': {{'name', 'arguments'}}}}."
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # A model may have written anything: what is no object stays the text that it is.
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    return {
+        "id": str(given.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
