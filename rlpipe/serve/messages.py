@@ -35,14 +35,16 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": text_of(body["system"], "system")})
-    for message in list_of(body.get("messages"), "messages"):
+    given = list_of(body.get("messages"), "messages")
+    if not given:
+        raise ApiError(400, "messages is empty: send one message or more.")
+    for message in given:
         messages += _messages_of(message)
 
     max_tokens = count_of(body, "max_tokens", least=1, most=MAX_TOKENS)
     if max_tokens is None:
         raise ApiError(400, "max_tokens is missing: say how many tokens an answer may have.")
-    given = list_of(body.get("tools") or [], "tools")
-    tools = tools_of([{"function": _function(tool)} for tool in given])
+    tools = tools_of([{"function": _function(tool)} for tool in list_of(body.get("tools") or [], "tools")])
     return ChatRequest(
         messages=messages,
         tools=chosen_tools(body, tools),

@@ -134,6 +134,8 @@ class Session:
 
     async def close(self) -> None:
         """Refuse further requests, end those that run, and write everything recorded to the trajectory."""
+        if self._closed:
+            return
         self._closed = True
         self._on_close()
         for task in self._running:

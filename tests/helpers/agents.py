@@ -1,4 +1,4 @@
-"""Agents' sessions without an engine: a sampler that remembers what it sampled, and what must hold afterwards."""
+"""Sessions of agents without an engine: a sampler that remembers, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -23,19 +23,31 @@ TOOL = {
     "function": {
         "name": "read",
         "description": "Reads a page.",
-        "parameters": {"type": "object", "properties": {"page": {"type": "string", "description": "its name"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"page": {"type": "string", "description": "its name"}},
+        },
     },
 }
 CALL = '<tool_call>{"name":  "read", "arguments": {"page": "a"}}</tool_call>'
-_CORPUS = ["the user said: hello there, and the assistant answered", "tool result ok error", CALL, "<think>\n\n</think>"]
+_CORPUS = [
+    "the user said: hello there, and the assistant answered",
+    "tool result ok error",
+    CALL,
+    "<think>\n\n</think>",
+]
 # Whatever a template may mean as one token.
-_SPECIAL = re.compile(r"<[|｜][^|｜<>{}' ]{1,40}[|｜]>|</?(?:start|end)_of_(?:turn|text|image)>|\[/?[A-Z_]{3,20}\]")
+_SPECIAL = re.compile(
+    r"<[|｜][^|｜<>{}' ]{1,40}[|｜]>|</?(?:start|end)_of_(?:turn|text|image)>|\[/?[A-Z_]{3,20}\]"
+)
 
 
 def templates() -> dict[str, str]:
     """Chat templates of published models, by name: those that TRL's wheel ships, unchanged."""
     folder = Path(find_spec("trl").origin).parent / "chat_templates"
-    return {file.stem: file.read_text() for file in sorted(folder.glob("*.jinja")) if "_training" not in file.stem}
+    return {
+        file.stem: file.read_text() for file in sorted(folder.glob("*.jinja")) if "_training" not in file.stem
+    }
 
 
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
@@ -62,7 +74,9 @@ class Sampler:
 
     def __init__(self, chat: ChatFormat, vocab: int, seed: int = 0) -> None:
         self._chat, self._vocab, self._random = chat, vocab, Random(seed)
-        self._special = {token for token in range(vocab) if self._chat.token_texts([token])[0].startswith("<")}
+        self._special = {
+            token for token in range(vocab) if self._chat.token_texts([token])[0].startswith("<")
+        }
         self.sampled, self.texts, self.hold = [], [], None
         self.version = 3
 
@@ -113,7 +127,9 @@ def open_session(chat: ChatFormat, generate, *, parser=ToolParser.HERMES, **limi
 
 def assert_recorded(trajectory: Trajectory, sampled) -> None:
     """Every sampled turn is in exactly one segment, after its prompt, as the engine returned it."""
-    segments = [trajectory.segment(tokens) for tokens in trajectory.segments()] if len(trajectory.token_ids) else []
+    segments = (
+        [trajectory.segment(tokens) for tokens in trajectory.segments()] if len(trajectory.token_ids) else []
+    )
     for turn, result in sampled:
         start, end = len(turn.prompt), len(turn.prompt) + len(result.output_ids)
         whole = np.concatenate((turn.prompt, result.output_ids))

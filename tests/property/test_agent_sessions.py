@@ -1,7 +1,7 @@
 """Random sessions of agents over the chat templates of published models.
 
-For each session: what is recorded is what was sampled, token for token; and every prompt reads as the template
-writes that conversation, whether its tokens continue recorded ones or begin a segment.
+For each session: what is recorded is what was sampled, token for token; and every prompt reads as the
+template writes that conversation, whether its tokens continue recorded ones or begin a segment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,16 @@ TEXTS = st.sampled_from(
     ]
 )
 WRITTEN = st.sampled_from(
-    [None, None, "fine", " leading space", "<think>\nhm\n</think>\n\nyes", CALL, f"I read. {CALL}", "ends in a space "]
+    [
+        None,
+        None,
+        "fine",
+        " leading space",
+        "<think>\nhm\n</think>\n\nyes",
+        CALL,
+        f"I read. {CALL}",
+        "ends in a space ",
+    ]
 )
 ACTIONS = st.sampled_from(["user", "user", "tool", "retry", "edit", "compact", "branch", "parallel", "abort"])
 STEPS = st.lists(st.tuples(ACTIONS, TEXTS, WRITTEN), min_size=2, max_size=6)
@@ -52,7 +61,7 @@ def message(reply):
 
 
 class Client:
-    """A client that keeps a conversation as it likes. raw: what the model wrote, by the message made of it."""
+    """A client that keeps a conversation as it likes. raw: what the model wrote, by message."""
 
     def __init__(self, chat, session, sampler, tools):
         self.chat, self.session, self.sampler, self.tools = chat, session, sampler, tools
@@ -73,7 +82,7 @@ class Client:
     def check(self, turn, asked):
         """The prompt reads as the template writes the conversation.
 
-        From where its segment began, turns stand as the model wrote them; before, as the template writes calls.
+        From where its segment began, turns stand as the model wrote them; before, as the client sent them.
         """
         tools = self.chat.harmless(self.tools)
         told, seen = self.chat.harmless(asked), [self.verbatim(each) for each in asked]

@@ -231,3 +231,24 @@ def test_minibatches_are_drawn_at_random_from_the_seed():
 
     assert members(1) == members(1) != members(2)
     assert sorted(i for part in members(1) for i in part) == list(range(12))
+
+
+def test_segments_of_a_trajectory_are_packed_as_sequences_of_their_own():
+    """Two conversations of one attempt give what they give apart, under the index of the attempt."""
+    parts = written("pp", "ab", "acd")
+    whole = Trajectory(trajectory_id="0", group_id="g", instance_id="i")
+    for part in parts:
+        whole.append_segment(part)
+    whole.reward = 1.0
+    assert whole.segment_starts == [4] and whole.prompt_length == parts[0].prompt_length
+
+    advantages = [np.arange(4, dtype=np.float32), np.arange(5, dtype=np.float32) + 4]
+    split = pack(parts, advantages, 64)
+    joined = pack([whole], [np.concatenate(advantages)], 64)
+    (of_parts,), (of_whole,) = split.minibatches[0].shards[0], joined.minibatches[0].shards[0]
+    for name in ("tokens", "positions", "sources", "targets", "mask", "advantages", "rollout_logprobs"):
+        assert np.array_equal(getattr(of_parts, name), getattr(of_whole, name)), name
+    assert of_whole.rows.tolist() == [0, 0] and joined.lengths == [9]
+    assert sorted(of_whole.indices[of_whole.mask > 0].tolist()) == [2, 3, 6, 7, 8]
+    assert joined.shared_tokens == split.shared_tokens == 3
+    assert joined.minibatches[0].sequences == 2
