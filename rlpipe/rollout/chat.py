@@ -67,7 +67,8 @@ class ChatFormat:
         closing = self._encode(self._after_turn([], generate=False))
         ends = [token for token in closing if token in special_ids][:1]
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.stop_token_ids = tuple(dict.fromkeys([*ends, *eos, *stop_token_ids]))
+        stops: list[Any] = [*ends, *eos, *stop_token_ids]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
         self._closing_length = len(closing)
         self._roles: dict[str, bool] = {}
         self.observation_role = "tool" if self._follows_a_turn("tool") else "user"

@@ -446,7 +446,7 @@ class Collector:
         trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
         trajectory.info |= result.info | {"exit_reason": reason.value}
 
-    async def _close_episode(self, attempt: _Attempt, episode: Episode, limit: float | None) -> None:
+    async def _close_episode(self, attempt: _Attempt, episode: Any, limit: float | None) -> None:
         """Free the sandbox. limit: seconds to wait for it when the attempt has failed already; None: all.
 
         A cancelled attempt frees its sandbox too: the call goes on when nobody waits for it any more.

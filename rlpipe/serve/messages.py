@@ -69,25 +69,25 @@ def events(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the events of a streamed answer, as (name of the event, data)."""
 
-    def event(kind: str, **fields: Any) -> tuple[str, Any]:
+    def named(kind: str, **fields: Any) -> tuple[str, Any]:
         return kind, {"type": kind, **fields}
 
     (reply,) = replies
     empty = _usage(reply) | {"output_tokens": 0}
-    yield event("message_start", message=_head(reply, body, name) | {"content": [], "usage": empty})
+    yield named("message_start", message=_head(reply, body, name) | {"content": [], "usage": empty})
     for index, block in enumerate(_blocks(reply)):
         if block["type"] == "text":
             start, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
             start = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield event("content_block_start", index=index, content_block=start)
-        yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
+        yield named("content_block_start", index=index, content_block=start)
+        yield named("content_block_delta", index=index, delta=delta)
+        yield named("content_block_stop", index=index)
 
     ended = {"stop_reason": _STOPS[reply.finish], "stop_sequence": None}
-    yield event("message_delta", delta=ended, usage=_usage(reply))
-    yield event("message_stop")
+    yield named("message_delta", delta=ended, usage=_usage(reply))
+    yield named("message_stop")
 
 
 def error(failure: ApiError) -> dict[str, Any]:

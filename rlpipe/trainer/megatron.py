@@ -133,7 +133,7 @@ class MegatronTrainer:
         from rlpipe.trainer.reduction import OrderedReduction
 
         self._dp_rank = parallel_state.get_data_parallel_rank()
-        self._dp_group = parallel_state.get_data_parallel_group()
+        self._dp_group: Any = parallel_state.get_data_parallel_group()
 
         # One replica of the weights exports them; its experts are spread over `ep` data parallel ranks.
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
