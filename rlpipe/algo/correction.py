@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlpipe.algo import verl_door
-from rlpipe.algo.obrs import Obrs
+from rlpipe.algo.obrs import Obrs, ObrsMask, ObrsWeight
 from rlpipe.algo.rule import CorrectionInputs, CorrectionRule, TokenExtras
 from rlpipe.algo.user_correction import UserCorrection
 from rlpipe.config.algo import AlgoConfig, Correction, MaskRule
@@ -28,6 +28,8 @@ from rlpipe.types import Trajectory
 # A new correction is one file with a subclass of `CorrectionRule`, imported above, and a row here.
 RULES: dict[Correction, type[CorrectionRule]] = {
     Correction.OBRS: Obrs,
+    Correction.OBRS_MASK: ObrsMask,
+    Correction.OBRS_WEIGHT: ObrsWeight,
     Correction.USER: UserCorrection,
 }
 

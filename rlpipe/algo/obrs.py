@@ -55,6 +55,7 @@ class Obrs(CorrectionRule):
     """
 
     counts_masked = False  # reported as obrs_acceptance
+    rejects = reweights = True
 
     def __init__(self, config: AlgoConfig) -> None:
         super().__init__(config)
@@ -91,10 +92,12 @@ class Obrs(CorrectionRule):
 
         # PPO's ratio is measured from the proximal policy: the second factor leads from the target to it.
         to_proximal = (proximal - target).exp().clamp(max=settings.c2)
-        flat = outcome.weights.clamp(max=settings.c1) * to_proximal
+        to_target = outcome.weights.clamp(max=settings.c1) if self.reweights else 1.0
+        flat = to_target * to_proximal
 
         grid = torch.zeros_like(inputs.mask)
-        weights, accepted = (grid.masked_scatter(sampled, x.to(grid.dtype)) for x in (flat, outcome.accepted))
+        kept = outcome.accepted if self.rejects else torch.ones_like(outcome.accepted)
+        weights, accepted = (grid.masked_scatter(sampled, x.to(grid.dtype)) for x in (flat, kept))
         return TokenWeights(weights=weights, mask=accepted, metrics=_metrics(tokens, outcome, settings))
 
     def observe(self, metrics: Mapping[str, Value]) -> None:
@@ -107,6 +110,26 @@ class Obrs(CorrectionRule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.kappa = state.get("kappa", 1.0)
+
+
+class ObrsMask(Obrs):
+    """OBRS without its weights: the mean of f over accepted tokens is that of q', not of p.
+
+        E_q[a f] = Z E_q'[f]
+
+    An ablation (Jackpot Tables 6 and 7, masking only).
+    """
+
+    reweights = False
+
+
+class ObrsWeight(Obrs):
+    """The weights of OBRS on all tokens, also those that it would reject: E_q[w f], w = Z max(lam, p / q).
+
+    An ablation. Where p / q is below lam, w is Z lam: a bound from below instead of a rejection.
+    """
+
+    rejects = False
 
 
 def acceptance(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> torch.Tensor:

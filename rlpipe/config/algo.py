@@ -52,7 +52,14 @@ class Correction(Choice):
     TIS_SEQUENCE = "tis_sequence"  # the same for the product of the ratios of a trajectory
     ICEPOP = "icepop"  # weight r where it is between two bounds, else 0
     OBRS = "obrs"  # tokens accepted with probability min(1, r / lam), then reweighted (Jackpot)
+    OBRS_MASK = "obrs_mask"  # the same rejection without weights, which is biased (Jackpot Tables 6, 7)
+    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection, which is biased as well
     USER = "user"  # a user's correction, named by algo.user_correction
+
+    @property
+    def is_obrs(self) -> bool:
+        """Whether it is OBRS or a part of it."""
+        return self in (Correction.OBRS, Correction.OBRS_MASK, Correction.OBRS_WEIGHT)
 
 
 class Proximal(Choice):
@@ -256,11 +263,11 @@ class AlgoConfig:
                 f"{self.correction} would apply it again: set algo.correction=none or algo.proximal=start."
             )
 
-        if self.correction is Correction.OBRS and self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_MEAN:
+        if self.correction.is_obrs and self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_MEAN:
             raise ValueError(
-                f"algo.correction=obrs with algo.loss_agg={self.loss_agg}: the mean over a sequence counts "
-                "the tokens it keeps alone, so a sequence would weigh the same however few they are. "
-                "Set algo.loss_agg=token-mean."
+                f"algo.correction={self.correction} with algo.loss_agg={self.loss_agg}: the mean over a "
+                "sequence counts the tokens it keeps alone, so a sequence would weigh the same however few they "
+                "are. Set algo.loss_agg=token-mean."
             )
         self._check_mask()
 

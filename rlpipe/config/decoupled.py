@@ -71,7 +71,7 @@ class DecoupledConfig:
         positive(self, "decoupled", "correction_threshold")
         learning_rates(self, "decoupled")
 
-        if self.correction in (Correction.OBRS, Correction.USER):
+        if self.correction.is_obrs or self.correction is Correction.USER:
             raise ValueError(
                 f"decoupled.correction={self.correction}: the actor is corrected for its own staleness "
                 "alone. Set decoupled.correction=tis_token; what corrects the policy is algo.correction."

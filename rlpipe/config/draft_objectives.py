@@ -12,6 +12,8 @@ class DraftObjective(Choice):
     KL = "kl"  # KL(target || draft)
     REVERSE_KL = "reverse_kl"  # KL(draft || target)
     TV = "tv"  # rejected mass, depth by depth
+    TV_LINEAR = "tv_linear"  # the same, depth k weighted by (K - k + 1) / K
+    TV_DECAY = "tv_decay"  # the same, depth k weighted by 0.8^(k - 1)
     LK = "lk"  # KL where the overlap is small, TV where it is large
     E2E_TV = "e2e_tv"  # rejected share of a chain, its overlaps multiplied
     E2E_CHAIN = "e2e_chain"  # rejected share of a chain, exact for tokens of the target

@@ -132,8 +132,10 @@ def check(config: Config) -> None:
     if config.spec.mode is not SpecMode.NONE:
         DRAFTERS[config.spec.drafter].check_served(config, served)
 
-    if config.algo.correction is Correction.OBRS:
-        _require_sampling(config, "algo.correction=obrs compares the distributions of rollout and trainer")
+    correction = config.algo.correction
+    if correction.is_obrs:
+        need = f"algo.correction={correction} compares the distributions of rollout and trainer"
+        _require_sampling(config, need)
 
     # Training and probing the MTP layer both need a checkpoint that has one.
     probed = config.metrics.probe.every and config.spec.needs_mtp

@@ -110,6 +110,12 @@ def reference_loss(
         DraftObjective.KL: kl,
         DraftObjective.REVERSE_KL: reverse,
         DraftObjective.TV: (p - q).abs().sum(-1) / 2,
+        DraftObjective.TV_LINEAR: torch.stack(
+            [(p - q).abs().sum(-1)[:, k] / 2 * (1 - k / p.shape[1]) for k in range(p.shape[1])], 1
+        ),
+        DraftObjective.TV_DECAY: torch.stack(
+            [(p - q).abs().sum(-1)[:, k] / 2 * 0.8**k for k in range(p.shape[1])], 1
+        ),
         DraftObjective.LK: share * kl + (1 - share) * (p - q).abs().sum(-1) / 2,
     }[kind]
     weights = weights[:, None] * case.mask

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rlpipe.config.draft_objectives import DraftObjective
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rlpipe.drafts.loss.rows import Rows
 
 LK_DECAY = 3.0
+DEPTH_DECAY = 0.8
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -79,6 +81,26 @@ def tv(rows: Rows) -> Tensor:
     K largest draft logits, which it found unstable (section 7.8, Fig. 14b).
     """
     return 1 - rows.alpha
+
+
+def tv_linear(rows: Rows) -> Tensor:
+    """Compute (K - k + 1) / K times the rejected mass of depth k: [N, K].
+
+    A baseline with fixed weights for `e2e_tv`: these are the weights of its gradient where every draft is
+    accepted, d/d alpha_k of sum_j alpha_1 ... alpha_j at alpha = 1, divided by K.
+    """
+    depths = rows.alpha.shape[1]
+    weights = torch.arange(depths, 0, -1, dtype=rows.alpha.dtype, device=rows.alpha.device) / depths
+    return weights * (1 - rows.alpha)
+
+
+def tv_decay(rows: Rows) -> Tensor:
+    """Compute 0.8^(k - 1) times the rejected mass of depth k: [N, K].
+
+    A baseline with fixed weights for `e2e_tv`; the decay is that of EAGLE-3's published training code.
+    """
+    depth = torch.arange(rows.alpha.shape[1], dtype=rows.alpha.dtype, device=rows.alpha.device)
+    return DEPTH_DECAY**depth * (1 - rows.alpha)
 
 
 def lk(rows: Rows) -> Tensor:
@@ -137,6 +159,8 @@ OBJECTIVES: dict[DraftObjective, Supervised] = {
     DraftObjective.KL: Supervised(by_depth=kl, needs_target=True),
     DraftObjective.REVERSE_KL: Supervised(by_depth=reverse_kl, needs_target=True),
     DraftObjective.TV: Supervised(by_depth=tv),
+    DraftObjective.TV_LINEAR: Supervised(by_depth=tv_linear),
+    DraftObjective.TV_DECAY: Supervised(by_depth=tv_decay),
     DraftObjective.LK: Supervised(by_depth=lk, needs_target=True),
     DraftObjective.E2E_TV: Supervised(by_chain=e2e_tv),
     DraftObjective.E2E_CHAIN: Supervised(by_chain=e2e_chain, needs_tokens=True),

@@ -154,6 +154,35 @@ def settings(**kwargs):
     return AlgoConfig(correction=Correction.OBRS, obrs=ObrsConfig(**kwargs))
 
 
+@pytest.mark.parametrize("lam", [0.5, 1.0, 1.5])
+def test_the_parts_of_obrs_reject_without_weights_and_weigh_without_rejection(lam):
+    """Masking only: 1 where u < p / (lam q). Reweighting only: min(Z max(lam, p / q), c1) everywhere."""
+    mask, laws, (rollout, _, current), draws = obrs_case()
+    found = {}
+    for part in (Correction.OBRS_MASK, Correction.OBRS_WEIGHT):
+        obrs = ObrsConfig(lam=lam, normalizer=ObrsNormalizer.EXACT, c1=1.2, c2=1e6)
+        config = AlgoConfig(correction=part, obrs=obrs)
+        found[part] = correct(
+            current_logprobs=current,
+            trainer_logprobs=current,
+            rollout_logprobs=rollout,
+            mask=mask,
+            config=config,
+            rule=make_rule(config),
+            extras=TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=laws[2]),
+        )
+    where = mask.bool()
+    p, q = current[where].exp(), rollout[where].exp()
+    accepted = draws < (p / (lam * q)).clamp(max=1)
+    z = torch.minimum(laws[0].exp(), laws[2].exp() / lam).sum(-1)
+
+    masked, weighed = found.values()
+    torch.testing.assert_close(masked.weights[where], accepted.float())
+    assert torch.equal(masked.mask[where].bool(), accepted) and 0 < accepted.sum() < len(accepted)
+    torch.testing.assert_close(weighed.weights[where], (z * (p / q).clamp(min=lam)).clamp(max=1.2))
+    assert torch.equal(weighed.mask, mask)
+
+
 @pytest.mark.parametrize("target", list(ObrsTarget))
 @pytest.mark.parametrize("lam", [0.5, 1.0, 1.5])
 def test_obrs_weights_equal_equation_5_for_either_target(target, lam):
@@ -287,7 +316,7 @@ def test_equal_policies_are_not_corrected_by_any_kind(correction):
     assert correction is Correction.NONE or torch.equal(found.weights, mask)
     if correction is not Correction.NONE:
         assert add_sample_size(found.metrics)["rollout_corr/rollout_is_eff_sample_size"].value() == 1
-    if correction is Correction.OBRS:
+    if correction.is_obrs:
         assert found.metrics["rollout_corr/obrs_acceptance"].value() == 1
         assert found.metrics["rollout_corr/obrs_kappa"].value() == 1
 
