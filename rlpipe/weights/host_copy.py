@@ -8,6 +8,7 @@ on a GPU it is page-locked: then a copy runs at the speed of the bus, beside the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,8 +28,9 @@ class HostCopy:
         self._bytes = torch.zeros(self._form["bytes"], dtype=torch.uint8)  # touches every page
         if self._locked and len(self._bytes):
             # Not torch's pinned allocator, which takes the next power of two.
-            runtime = torch.cuda.cudart()
-            torch.cuda.check_error(int(runtime.cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)))
+            runtime: Any = torch.cuda.cudart()
+            if code := int(runtime.cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)):
+                raise RuntimeError(f"cudaHostRegister of {len(self._bytes)} bytes: CUDA error {code}")
 
         self.tensors: dict[str, torch.Tensor] = {}
         for entry in self._form["tensors"]:
@@ -54,5 +56,6 @@ class HostCopy:
     def close(self) -> None:
         """Unlock the memory; it is freed with the last of its views."""
         if self._locked and len(self._bytes):
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._bytes.data_ptr())
             self._locked = False
