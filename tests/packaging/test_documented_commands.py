@@ -55,6 +55,8 @@ NOT_RUN = {
     "python recipes/jackpot/decoupled.py": HOURS,
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,
+    "python -m recipes.ppow.exact": "an hour; test_exact_studies plays its figures",
+    "python -m recipes.ppow.tables": "two minutes; test_exact_studies runs its arms",
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",

@@ -1,0 +1,238 @@
+"""Which gradient makes a limited draft accepted most: exact, PPOW, PPOW with its missing term, e2e TV, KL.
+
+    python -m recipes.ppow.tables [--seeds 12] [--json OUT]
+
+No language model: everything can be enumerated, so that a result is exact up to the noise of training
+itself. A world (one seed) has 8 anchors. After each anchor and each prefix of drafts the target's logits
+over 8 tokens are random, in part linear in 6 features of the prefix. The draft is linear in the features:
+it cannot match the target and has to choose what to give up. It starts from 100 steps of KL on the whole
+population and then takes equal steps of every arm, each on 8 windows of 3 tokens from each anchor (for e2e
+TV and KL 8 texts of the target, as long). `population` follows the exact gradient by enumeration: what an
+estimator without noise would reach.
+
+Measured is E[accepted] per window by enumeration, chain verification. The learning rate of each arm (Adam) is
+chosen on worlds of their own; the unit of every interval is the world (Student's, 95%, paired).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.runs import over_seeds
+from rlpipe.config.ppow import PpowConfig
+from rlpipe.drafts.objectives.exact_window import expected_speedup, log_survival
+from rlpipe.drafts.objectives.ppow import group_advantages, missing_term, ppow_loss
+from rlpipe.drafts.visit import expected_accepted
+from rlpipe.drafts.windows.reward import window_reward
+from rlpipe.drafts.windows.rollout import logprobs_of
+
+ANCHORS, VOCAB, DEPTHS, FEATURES, GROUP = 8, 8, 3, 6, 8
+START_STEPS, STEPS = 100, 150
+LRS = [0.003, 0.01, 0.03]
+SWEEP_SEED = 1000
+CONFIG = PpowConfig(draft_cost=0.2, kl_coef=0.0, proximity=0.0)
+BASELINES = ["e2e_tv", "ppow"]
+
+
+class World:
+    """Target and features after every prefix of drafts, by anchor; and the draft's start.
+
+    features, target: K tables [A, V**t, F or V].
+    """
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [(ANCHORS, VOCAB**t) for t in range(DEPTHS)]
+        shared = torch.randn(FEATURES, VOCAB, generator=generator)
+        self.features = [torch.randn(*size, FEATURES, generator=generator) for size in sizes]
+        self.target = [
+            (f @ shared / FEATURES**0.5 + 1.5 * torch.randn(*size, VOCAB, generator=generator)).log_softmax(
+                -1
+            )
+            for f, size in zip(self.features, sizes, strict=True)
+        ]
+        self.windows = torch.cartesian_prod(*[torch.arange(VOCAB)] * DEPTHS).expand(ANCHORS, -1, -1)
+        self.start = torch.zeros(FEATURES + 1, VOCAB)
+
+        # From one start: soft KL on every window, weighed by the target.
+        weights = self.start.requires_grad_()
+        optimizer = torch.optim.Adam([weights], lr=0.03)
+        log_p = self.logprobs(None, self.windows)
+        chance = logprobs_of(log_p, self.windows).cumsum(-1)
+        before = (chance - logprobs_of(log_p, self.windows)).exp() / VOCAB ** torch.arange(DEPTHS, 0, -1)
+        for _ in range(START_STEPS):
+            optimizer.zero_grad()
+            kl = (log_p.exp() * (log_p - self.logprobs(weights, self.windows))).sum(-1)
+            (before * kl).sum().div(ANCHORS).backward()
+            optimizer.step()
+        self.start = weights.detach()
+
+    def logprobs(self, weights: Tensor | None, tokens: Tensor) -> Tensor:
+        """Return [A, G, K, V] before each of the drafts [A, G, K]; of the target where weights is None."""
+        rows, prefix = [], torch.zeros_like(tokens[..., 0])
+        for depth in range(DEPTHS):
+            anchors = torch.arange(ANCHORS)[:, None]
+            if weights is None:
+                rows.append(self.target[depth][anchors, prefix])
+            else:
+                logits = self.features[depth] @ weights[:-1] + weights[-1]
+                rows.append(logits.log_softmax(-1)[anchors, prefix])
+            prefix = prefix * VOCAB + tokens[..., depth]
+        return torch.stack(rows, 2)
+
+    def sampled(self, weights: Tensor | None, generator: torch.Generator) -> Tensor:
+        """Sample [A, G, K] tokens of the draft, or of the target."""
+        tokens = torch.zeros(ANCHORS, GROUP, DEPTHS, dtype=torch.int64)
+        with torch.no_grad():
+            for depth in range(DEPTHS):
+                probs = self.logprobs(weights, tokens)[:, :, depth].exp().flatten(0, 1)
+                tokens[..., depth] = torch.multinomial(probs, 1, generator=generator).view(ANCHORS, GROUP)
+        return tokens
+
+    def accepted(self, weights: Tensor) -> Tensor:
+        """Compute E[accepted] per window, over all windows of all anchors; differentiable."""
+        log_q, log_p = self.logprobs(weights, self.windows), self.logprobs(None, self.windows)
+        log_q, log_p = logprobs_of(log_q, self.windows), logprobs_of(log_p, self.windows)
+        survival = log_survival(log_p - log_q, block=False).exp().sum(-1)
+        return (log_q.sum(-1).exp() * survival).sum() / ANCHORS
+
+
+def exact_window(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Minus the expected speed-up of sampled windows, by its exact gradient."""
+    tokens = world.sampled(weights, generator)
+    log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
+    return -expected_speedup(log_q, log_p, tokens, draft_cost=CONFIG.draft_cost, block=False).mean()
+
+
+def ppow(world: World, weights: Tensor, generator: torch.Generator, *, exact: bool = False) -> Tensor:
+    """PPOW's loss without KL and R_dist, with sampled coins; exact: with the term that it misses."""
+    tokens = world.sampled(weights, generator)
+    log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
+    accept = (logprobs_of(log_p, tokens) - logprobs_of(log_q.detach(), tokens)).clamp(max=0).exp()
+    coins = torch.rand(accept.shape, generator=generator)
+    rules = {"draft_cost": CONFIG.draft_cost, "proximity": 0.0, "tolerance": 1.0}
+    accepted, gap = (coins < accept).cumprod(-1).sum(-1), torch.zeros(accept.shape[:2])
+    rewards = window_reward(accepted, gap, **rules)
+    loss, _ = ppow_loss(
+        log_q.flatten(0, 1),
+        log_p.flatten(0, 1),
+        tokens.flatten(0, 1),
+        behaviour_logprobs=logprobs_of(log_q.detach(), tokens).flatten(0, 1),
+        advantages=group_advantages(rewards).flatten(),
+        clip=CONFIG.clip,
+        kl_coef=0.0,
+    )
+    if exact:
+        cost = CONFIG.draft_cost
+        term = missing_term(log_q, log_p, tokens, rewards=rewards, gap=gap, draft_cost=cost, config=CONFIG)
+        loss = loss - term.mean() / DEPTHS
+    return loss
+
+
+def e2e_tv(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Minus the product of overlaps along texts of the target (Bebop Eq. 13)."""
+    tokens = world.sampled(None, generator)
+    log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
+    alpha = torch.minimum(log_q, log_p).exp().sum(-1).flatten(0, 1)
+    return -expected_accepted(alpha, alpha, torch.ones_like(alpha)).mean()
+
+
+def kl(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
+    """KL(target || draft) along texts of the target."""
+    tokens = world.sampled(None, generator)
+    log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
+ARMS: dict[str, Callable[[World, Tensor, torch.Generator], Tensor]] = {
+    "population": lambda world, weights, _: -world.accepted(weights),
+    "exact_window": exact_window,
+    "ppow_exact": lambda world, weights, generator: ppow(world, weights, generator, exact=True),
+    "e2e_tv": e2e_tv,
+    "ppow": ppow,
+    "kl": kl,
+}
+
+
+def train(world: World, arm: str, lr: float, seed: int) -> float:
+    """Return E[accepted] after the steps of an arm."""
+    weights, generator = world.start.clone().requires_grad_(), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam([weights], lr=lr)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ARMS[arm](world, weights, generator).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return world.accepted(weights).item()
+
+
+def study(arms: Sequence[str], *, seeds: int, sweep_seeds: int) -> dict[str, Any]:
+    """Choose a rate for each arm, train every arm in every world, compare."""
+    sweep = {seed: World(seed) for seed in range(SWEEP_SEED, SWEEP_SEED + sweep_seeds)}
+    worlds = {seed: World(seed) for seed in range(seeds)}
+    start = [world.accepted(world.start).item() for world in worlds.values()]
+    results: dict[str, Any] = {"start": sum(start) / seeds, "arms": {}}
+    values: dict[str, list[float]] = {}
+    for arm in arms:
+        tried = {lr: sum(train(w, arm, lr, s) for s, w in sweep.items()) / len(sweep) for lr in LRS}
+        best = max(tried, key=tried.__getitem__)
+        values[arm] = [train(world, arm, best, seed) for seed, world in worlds.items()]
+        results["arms"][arm] = {
+            "lr": best,
+            "edge": best in (LRS[0], LRS[-1]),
+            "sweep": {f"{lr:g}": round(v, 4) for lr, v in tried.items()},
+            "mean": round(sum(values[arm]) / seeds, 4),
+            "gain": _estimate([v - s for v, s in zip(values[arm], start, strict=True)]),
+            "by_seed": [round(v, 4) for v in values[arm]],
+        }
+    for arm, row in results["arms"].items():
+        for other in BASELINES:
+            if other != arm and other in values:
+                pairs = zip(values[arm], values[other], strict=True)
+                row[f"minus {other}"] = _estimate([a - b for a, b in pairs])
+    return results
+
+
+def _estimate(values: list[float]) -> list[float]:
+    found = over_seeds(values)
+    return [round(x, 4) for x in (found.value, found.interval.low, found.interval.high)]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table, best first."""
+    lines = ["| arm | lr | E[accepted] | minus e2e_tv | minus ppow |", "|---|---|---|---|---|"]
+    for arm, row in sorted(results["arms"].items(), key=lambda item: -item[1]["mean"]):
+        gaps = [row.get(f"minus {other}") for other in BASELINES]
+        cells = ["–" if g is None else f"{g[0]:+.3f} [{g[1]:+.3f}, {g[2]:+.3f}]" for g in gaps]
+        lr = f"{row['lr']:g}{' (edge)' if row['edge'] else ''}"
+        lines.append(f"| {arm} | {lr} | {row['mean']:.3f} | {' | '.join(cells)} |")
+    return "\n".join([*lines, f"| start | | {results['start']:.3f} | | |", ""])
+
+
+def main() -> None:
+    """Run the study; print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--sweep-seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    results = study(args.arms, seeds=args.seeds, sweep_seeds=args.sweep_seeds)
+    results["settings"] = {"arms": args.arms, "seeds": args.seeds, "sweep_seeds": args.sweep_seeds}
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()
