@@ -8,7 +8,7 @@ one anchor, each with tables of its own, so that the gradient of every group is 
 and the largest |z| is compared with the normal quantile at alpha / coordinates, alpha = .001 for each test.
 Of coordinates that few groups reach the mean is not normal: those are left out, by their probability and not
 by what was sampled. Power: the same test of a gradient whose acceptance probabilities are held fixed, with as
-many groups, must exceed the bound; its largest |z| is then above 20.
+many groups, must exceed the bound; its largest |z| is above four times the bound.
 """
 
 from __future__ import annotations
