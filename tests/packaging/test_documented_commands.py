@@ -1,7 +1,7 @@
 """Every shell command of README, docs and recipes is run here, or stands on a short list with the reason.
 
 the tutorial                  run as written, in order, in an empty folder
-own_environment, your_algorithm, your_model, your_data, coming_from   run as written by test_newcomer
+own_environment, your_*, coming_from   run as written by test_newcomer
 other runs                    composed, with every check of values that a launch makes
 commands about a run          run on the tutorial's run
 NOT_RUN                       what a test machine cannot do; scripts must exist and know the options
@@ -69,6 +69,7 @@ NOT_RUN = {
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {
     TUTORIAL,
+    "docs/your_agent.md",
     "docs/your_data.md",
     "docs/coming_from.md",
     "docs/own_environment.md",

@@ -102,6 +102,16 @@ def test_two_files_and_one_command_train_on_data_of_the_reader(tmp_path):
     assert "finished after step 2/2" in ran
 
 
+def test_a_ten_line_agent_trains_for_two_steps(tmp_path):
+    (folder := tmp_path / "mine").mkdir()
+    (ran,) = follow("your_agent.md", folder, tmp_path / "home")
+    assert "finished after step 2/2" in ran
+    steps = [r for r in metrics(folder / "runs" / "first") if "critic/rewards/mean" in r]
+    assert len(steps) == 2
+    assert all(r["env/info/requests"] == 2 and r["env/info/segments"] == 1 for r in steps)
+    assert all(r["env/masked"] == 0 and r["env/info/drift"] == 0 for r in steps)
+
+
 def test_data_and_rewards_of_other_frameworks_are_taken_as_they_are(tmp_path):
     (folder := tmp_path / "mine").mkdir()
     trl, _, verl, prime_rl = follow("coming_from.md", folder, tmp_path / "home")
