@@ -34,6 +34,10 @@ from typing import Any
 
 from harness import ROOT, bench_parser, load_average, provenance, spread, table, take_turns, write_result
 
+sys.path.insert(0, str(ROOT))
+
+from recipes.runs import over_seeds
+
 Run = dict[str, Any]  # steps: a record of each; held_out: measurements
 TRL_ARMS = ("trl_bf16", "trl_autocast", "trl_fp32")
 WARM_UP = 1  # steps
@@ -171,6 +175,19 @@ def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
     return rows
 
 
+def differences(rows: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the reward of rlpipe minus that of each TRL arm, over paired seeds, with 95% intervals."""
+    found: dict[str, dict[str, Any]] = {}
+    for arm in rows.keys() - {"rlpipe"}:
+        found[arm] = {}
+        for place in ("reward_at_equal_steps", "reward_at_equal_minutes"):
+            pairs = zip(rows["rlpipe"][place]["seeds"], rows[arm][place]["seeds"], strict=True)
+            one = over_seeds([ours - theirs for ours, theirs in pairs])
+            interval = [round(one.interval.low, 4), round(one.interval.high, 4)]
+            found[arm][place] = {"mean": round(one.value, 4), "interval": interval}
+    return found
+
+
 def _each(values: Any) -> dict[str, Any]:
     """Return the mean over seeds, and each seed's value."""
     seeds = [round(value, 4) for value in values]
@@ -230,6 +247,7 @@ def main() -> None:
         "trl_versions": versions,
         "arms": rows,
         "ratios_of_seconds": ratios,
+        "rlpipe_minus_trl": differences(rows) if compared else {},
         "runs": runs,
     }
     print(table({arm: {name: json.dumps(value) for name, value in row.items()} for arm, row in rows.items()}))

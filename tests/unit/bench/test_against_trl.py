@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
 
-from against_trl import TASKS, from_metrics, summary
+from against_trl import TASKS, differences, from_metrics, summary
 
 from recipes.smollm_rl.tasks import TASKS as SCORED
 
@@ -56,3 +56,11 @@ def test_an_arm_of_fewer_steps_is_compared_at_its_last_step():
     # The short arm took two steps, of 160 s; the long one ended after 40 s.
     assert rows["short"]["steps"] == 2 and by_steps == pytest.approx({"long": 0.2, "short": 0.4})
     assert rows["long"]["reward_at_equal_minutes"]["mean"] == pytest.approx(0.4)
+
+
+def test_rewards_are_compared_seed_by_seed():
+    place = {"seeds": [0.1, 0.2, 0.6]}
+    ours = {name: {"seeds": [0.4, 0.5, 0.9]} for name in ("reward_at_equal_steps", "reward_at_equal_minutes")}
+    found = differences({"rlpipe": ours, "trl_bf16": dict.fromkeys(ours, place)})
+    # Seeds differ much and the pairs do not: each has a difference of 0.3.
+    assert found["trl_bf16"]["reward_at_equal_steps"] == {"mean": 0.3, "interval": [0.3, 0.3]}
