@@ -10,11 +10,12 @@ Reported are seconds a step (the first is warm-up) and the held-out reward, mean
 steps, that is at the last step that every arm took, and at equal minutes of training, that is at the end of
 the arm that trained for the shortest time, interpolated linearly between the others' measurements. TRL may
 take fewer steps (`--trl-steps`), so that all arms train for about as long. Sampling held-out answers is not
-part of the minutes.
+part of the minutes. With `--runs` each run is stored when it ends, and one that is there is not repeated: TRL
+takes up to 12 GB, and a machine that runs out of memory then costs one run.
 
     python scripts/bench/against_trl.py --json OUT --model DIR --trl-python VENV/bin/python \
         [--arms rlpipe trl_bf16] [--steps 40] [--trl-steps 10] [--val-every 5] [--val-instances 60] \
-        [--repeats 3]
+        [--repeats 3] [--runs DIR]
 """
 
 from __future__ import annotations
@@ -123,6 +124,35 @@ def run_trl(settings: argparse.Namespace, precision: str, seed: int) -> Run:
         return json.loads(out.read_text())
 
 
+def _run(settings: argparse.Namespace, arm: str, seed: int) -> Run:
+    """Train one arm."""
+    if arm == "rlpipe":
+        return run_rlpipe(settings, seed)
+    return run_trl(settings, arm.removeprefix("trl_"), seed)
+
+
+def _of_run(settings: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that decide what a run is."""
+    apart = ("json", "repeats", "arms", "runs", "trl_python", "model")
+    return {name: value for name, value in vars(settings).items() if name not in apart}
+
+
+def _stored(folder: Path | None, name: str, settings: dict[str, Any], make: Callable[[], Run]) -> Run:
+    """Return a run from the folder, or make it and store it there. Raises ValueError: of other settings."""
+    if folder is None:
+        return make()
+    path = folder / f"{name}.json"
+    if not path.exists():
+        run = make()
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"settings": settings, "run": run}))
+
+    stored = json.loads(path.read_text())
+    if stored["settings"] != settings:
+        raise ValueError(f"{path} is a run of {stored['settings']}, not of {settings}: name another --runs.")
+    return stored["run"]
+
+
 def _call(command: list[str]) -> None:
     """Run a command in the checkout; show its output where it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -204,6 +234,7 @@ def main() -> None:
     parser.add_argument("--trl-steps", type=int, help="of TRL's arms, if others")
     parser.add_argument("--val-every", type=int, default=5)
     parser.add_argument("--val-instances", type=int, default=60, help="held-out prompts of each task")
+    parser.add_argument("--runs", type=Path, help="folder of finished runs with the same settings")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=40)
@@ -225,12 +256,13 @@ def main() -> None:
     def one(arm: str) -> None:
         # The seed is the repeat: every arm has run as often as its list is long.
         seed = len(runs[arm])
-        if arm == "rlpipe":
-            runs[arm].append(run_rlpipe(settings, seed))
-        else:
-            runs[arm].append(run_trl(settings, arm.removeprefix("trl_"), seed))
+        make = partial(_run, settings, arm, seed)
+        runs[arm].append(_stored(settings.runs, f"{arm}_{seed}", _of_run(settings), make))
         last = runs[arm][-1]["held_out"][-1]
-        print(f"{arm} seed {seed}: held-out {mean_reward(last):.3f}, {last['training_seconds']:.0f} s")
+        print(
+            f"{arm} seed {seed}: held-out {mean_reward(last):.3f}, {last['training_seconds']:.0f} s",
+            flush=True,
+        )
 
     load = load_average()
     arms: dict[str, Callable[[], object]] = {arm: partial(one, arm) for arm in settings.arms}

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
 
-from against_trl import TASKS, differences, from_metrics, summary
+from against_trl import TASKS, _stored, differences, from_metrics, summary
 
 from recipes.smollm_rl.tasks import TASKS as SCORED
 
@@ -64,3 +64,18 @@ def test_rewards_are_compared_seed_by_seed():
     found = differences({"rlpipe": ours, "trl_bf16": dict.fromkeys(ours, place)})
     # Seeds differ much and the pairs do not: each has a difference of 0.3.
     assert found["trl_bf16"]["reward_at_equal_steps"] == {"mean": 0.3, "interval": [0.3, 0.3]}
+
+
+def test_a_finished_run_is_not_repeated(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return planted(10, 0.1)
+
+    stored = [_stored(tmp_path, "rlpipe_0", {"steps": 4}, make) for _ in range(2)]
+    assert stored == [planted(10, 0.1)] * 2 and len(made) == 1
+    assert _stored(None, "rlpipe_0", {"steps": 4}, make) == planted(10, 0.1) and len(made) == 2
+
+    with pytest.raises(ValueError, match=r"rlpipe_0\.json is a run of .*4.*, not of .*5.*another --runs"):
+        _stored(tmp_path, "rlpipe_0", {"steps": 5}, make)
