@@ -171,10 +171,7 @@ class TrainerWorker:
         drafter = DRAFTERS[spec.drafter].guess
         assert drafter is not None, spec.drafter
 
-        found = [
-            guesses_of(t, lambda tokens, count: drafter(tokens, count, spec), spec.gamma)
-            for t in trajectories
-        ]
+        found = [guesses_of(t, drafter, spec) for t in trajectories]
         asked = [as_candidates(t, *guesses) for t, guesses in zip(trajectories, found, strict=True)]
         scores = self._trainer.candidate_scores(self._pack(asked, None, candidates=True))
         return [

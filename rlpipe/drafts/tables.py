@@ -9,13 +9,14 @@ prefill. Depth k drafts the token k - 1 further on, given the realised tokens be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from rlpipe.batching.draft_layout import DraftBatch
+from rlpipe.config.spec import SpecConfig
 from rlpipe.drafts.loss.rows import Rows
 from rlpipe.drafts.visit import accept_probabilities
 from rlpipe.types import Trajectory
@@ -30,14 +31,6 @@ TABLE_ROWS = {  # name in a table -> field of Rows
     "target_above": "target_above",
     "draft_above": "draft_above",
 }
-
-
-class Guess(Protocol):
-    """A drafter without a model: what follows a text, as `drafts.kinds.DrafterFunctions.guess`."""
-
-    def __call__(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        """Return [count] tokens guessed to follow tokens [T]."""
-        ...
 
 
 def context_tables(
@@ -71,17 +64,20 @@ def context_tables(
     return tables
 
 
-def guesses_of(trajectory: Trajectory, guess: Guess, depths: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the contexts [n] of a trajectory and what is looked up at each, [n, depths].
+def guesses_of(
+    trajectory: Trajectory, guess: Callable[[np.ndarray, int, SpecConfig], np.ndarray], spec: SpecConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the contexts [n] of a trajectory and what is looked up at each, [n, spec.gamma].
 
-    -1 where a guess is not verified: beyond the turn, or after one that is not the realised token. The text
-    decides that, so the guesses of fixed contexts stay while the target moves.
+    guess: of the drafter (`drafts.kinds.DrafterFunctions`). -1 where a guess is not verified: beyond the
+    turn, or after one that is not the realised token. The text decides that, so the guesses of fixed contexts
+    stay while the target moves.
     """
-    tokens, sampled = trajectory.token_ids, trajectory.loss_mask
+    tokens, sampled, depths = trajectory.token_ids, trajectory.loss_mask, spec.gamma
     positions = np.flatnonzero(sampled[1:] & sampled[:-1]) + 1
     guesses = np.full((len(positions), depths), -1)
     for number, position in enumerate(positions):
-        guessed = guess(tokens[:position], depths)
+        guessed = guess(tokens[:position], depths, spec)
         for depth in range(depths):
             index = position + depth
             if index >= len(tokens) or not sampled[index]:

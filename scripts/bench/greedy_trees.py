@@ -45,7 +45,9 @@ def specs() -> dict[str, SpecConfig]:
     """Return the arms; a name says the drafts of each depth."""
     arms = {"none": SpecConfig(mode=SpecMode.NONE)}
     arms |= {f"chain of {gamma}": SpecConfig(mode=SpecMode.GREEDY, gamma=gamma) for gamma in CHAINS}
-    return arms | {f"tree {tree}": SpecConfig(mode=SpecMode.TREE, tree=tree) for tree in TREES}
+    return arms | {
+        f"tree {'-'.join(map(str, tree))}": SpecConfig(mode=SpecMode.TREE, tree=tree) for tree in TREES
+    }
 
 
 def workload(model: Path, kind: str, *, batch: int, rounds: int, tokens: int) -> Workload:

@@ -132,7 +132,7 @@ def test_every_drafter_is_probed_where_acceptance_is_a_probability(tmp_path, dra
 
 def test_the_split_of_a_run_with_looked_up_drafts_has_every_part(tmp_path):
     """Fixed contexts are read by the newest weights, and the split tells their change from entropy's."""
-    config = Config(spec=SpecConfig(drafter="suffix"), run=RunSettings(steps=18))
+    config = Config(spec=SpecConfig(drafter="suffix", gamma=2), run=RunSettings(steps=18))
     config.metrics.probe.every = 3
     monitor, rng = Monitor(config, tmp_path, recorder_event), np.random.default_rng(0)
     drop = 0.0
@@ -141,7 +141,9 @@ def test_the_split_of_a_run_with_looked_up_drafts_has_every_part(tmp_path):
         """The target's entropy and its probability of the guess, which falls by `drop`."""
         tables = []
         for number, trajectory in enumerate(trajectories):
-            positions, guesses = guesses_of(trajectory, lambda tokens, count: tokens[-count:], 2)
+            positions, guesses = guesses_of(
+                trajectory, lambda tokens, count, spec: tokens[-count:], config.spec
+            )
             entropies = 0.5 + np.random.default_rng(number).random(int(trajectory.loss_mask[1:].sum()))
             logprobs = np.log(0.9 - 0.3 * entropies[:, None] - drop) * np.ones((1, 2))
             table = lookup_table(trajectory, positions, guesses, entropies=entropies, logprobs=logprobs)
