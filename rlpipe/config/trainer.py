@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,7 +65,7 @@ class TrainerConfig:
 
     ep: int = 1
     """Data and context parallel ranks that share the experts of an MoE; each holds some. It divides dp * cp.
-    """
+    0: as many as divide the number of experts, too; 1 for a model without."""
 
     precision: Precision = Precision.FP32
     """See `Precision`."""
@@ -119,12 +120,12 @@ class TrainerConfig:
     """LoRA adapters, which are trained instead of all weights."""
 
     def __post_init__(self) -> None:
-        at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "ep", "micro_batch_tokens")
-        at_least(0, self, "trainer", "warmup_steps", "weight_decay", "clip_grad", "threads")
+        at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "micro_batch_tokens")
+        at_least(0, self, "trainer", "ep", "warmup_steps", "weight_decay", "clip_grad", "threads")
         learning_rates(self, "trainer")
 
         replicas = self.dp * self.cp
-        if replicas % self.ep:
+        if self.ep and replicas % self.ep:
             fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
             raise ValueError(
                 f"trainer.ep={self.ep} does not divide trainer.dp * trainer.cp = {replicas}, the ranks that "
@@ -163,6 +164,10 @@ class TrainerConfig:
     def world_size(self) -> int:
         """Ranks of the trainer."""
         return self.tp * self.cp * self.pp * self.dp
+
+    def expert_ranks(self, experts: int) -> int:
+        """Return how many ranks share so many experts: `ep`, unless it is 0."""
+        return self.ep or (math.gcd(experts, self.dp * self.cp) if experts else 1)
 
     def stage_layers(self, layers: int) -> list[int]:
         """Return how many layers each pipeline stage has; the last, with the head, has the fewest.
@@ -232,9 +237,7 @@ def check_parallel(
             f"Set trainer.pp to at most {layers} and raise trainer.dp instead."
         )
 
-    # Model families name the number of experts differently.
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = max(int(hf_config.get(name) or 0) for name in names)
+    experts = count_experts(hf_config)
     if config.ep > 1 and (not experts or experts % config.ep):
         raise ValueError(
             f"trainer.ep={config.ep} shares experts between ranks, and the model has {experts or 'none'}. "
@@ -248,9 +251,17 @@ def check_parallel(
         )
 
 
-def with_layers(config: TrainerConfig, hf_config: Mapping[str, Any]) -> TrainerConfig:
-    """Return the settings, with local layers for a model with parts that TransformerEngine's do not have.
+def count_experts(hf_config: Mapping[str, Any]) -> int:
+    """Return the experts of a layer, 0 for a model without; families name their number differently."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(int(hf_config.get(name) or 0) for name in names)
 
-    hf_config: the checkpoint's `config.json`, which `check_parallel` has accepted.
+
+def for_model(config: TrainerConfig, hf_config: Mapping[str, Any]) -> TrainerConfig:
+    """Return the settings for a model: its expert parallel ranks, and layers that have all its parts.
+
+    TransformerEngine's layers have no latent attention. hf_config: the checkpoint's `config.json`, which
+    `check_parallel` has accepted.
     """
+    config = replace(config, ep=config.expert_ranks(count_experts(hf_config)))
     return replace(config, layers=LayerSpec.LOCAL) if hf_config.get("kv_lora_rank") else config

@@ -5,6 +5,7 @@ Owns the comparison, the search and the refusal; the sums are those of `memory_e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -86,6 +87,7 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
         (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8, 16)
     )
     experts = arch.experts.count if arch.experts else 1
+    shared = trainer.expert_ranks(experts)
     tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
     # Context parallelism is worth its cost only where a micro-batch cannot become smaller.
     shares = (2, 4, 8) if len(tokens) == 1 else ()
@@ -95,7 +97,7 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
         for ranks in (trainer.world_size * more for more in grown)
         for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
         for cp in (trainer.cp, *(n for n in shares if n != trainer.cp))
-        for ep in (trainer.ep, *(n for n in (1, 2, 4, 8) if n != trainer.ep))
+        for ep in (shared, *(n for n in (1, 2, 4, 8) if n != shared))
         if not (
             ranks % (tp * cp * pp)
             or ranks // (tp * pp) % ep
@@ -133,7 +135,8 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
             "trainer.cp": cp,
             "trainer.pp": pp,
             "trainer.dp": dp,
-            "trainer.ep": ep,
+            # 0 stays where it means as many.
+            "trainer.ep": 0 if not trainer.ep and ep == math.gcd(experts, dp * cp) else ep,
             "trainer.micro_batch_tokens": small,
             **saving,
             **server,

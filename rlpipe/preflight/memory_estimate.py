@@ -143,7 +143,8 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
     trainer = config.trainer
     half = trainer.precision is Precision.BF16
     size = 2 if half else 4
-    model, draft = parameters(arch, trainer.tp, trainer.ep, layers)
+    ep = trainer.expert_ranks(arch.experts.count if arch.experts else 0)
+    model, draft = parameters(arch, trainer.tp, ep, layers)
 
     # What is trained: the policy or its adapters in RL, the draft if it learns.
     adapts = config.task is Task.MTP_ADAPT

@@ -37,7 +37,7 @@ from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.draft import DraftConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.config.trainer import TrainerConfig, check_parallel, with_layers
+from rlpipe.config.trainer import TrainerConfig, check_parallel, for_model
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights
@@ -93,7 +93,7 @@ class MegatronTrainer:
         # Refuse impossible settings before any process group or model exists.
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
-        config = with_layers(config, self._hf_config)
+        config = for_model(config, self._hf_config)
         self._online = mtp.online and not adapt_only
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+import yaml
 
 from rlpipe.config.algo import AlgoConfig, LossAgg
 from rlpipe.config.draft import DraftConfig, check_draft
 from rlpipe.config.lora import LoraConfig, LoraTargets, check_lora
-from rlpipe.config.trainer import LayerSpec, TrainerConfig, check_parallel, with_layers
+from rlpipe.config.trainer import LayerSpec, TrainerConfig, check_parallel, for_model
+from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -51,6 +53,24 @@ def test_expert_parallelism_must_divide_data_parallelism_and_the_experts():
     with pytest.raises(ValueError, match=r"trainer.ep=3 shares experts.* has 8"):
         check_parallel(TrainerConfig(dp=3, ep=3), MODEL | {"num_experts": 8})
     check_parallel(TrainerConfig(dp=4, ep=4), MODEL | {"num_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("experts", "dp", "cp", "ranks"), [(128, 4, 1, 4), (6, 4, 1, 2), (8, 2, 2, 4), (0, 4, 1, 1)]
+)
+def test_ep_0_shares_experts_between_as_many_ranks_as_divide_them(experts, dp, cp, ranks):
+    config = TrainerConfig(dp=dp, cp=cp, ep=0)
+    model = MODEL | {"num_experts": experts}
+    check_parallel(config, model)
+    assert for_model(config, model).ep == ranks
+    assert for_model(TrainerConfig(dp=dp, cp=cp), model).ep == 1
+
+
+def test_presets_for_several_gpus_share_experts():
+    for name in ("one_node", "one_node_shared", "many_nodes"):
+        assert (
+            yaml.safe_load((ROOT / "configs" / "cluster" / f"{name}.yaml").read_text())["trainer"]["ep"] == 0
+        )
 
 
 def test_experts_have_no_adapters_and_a_rank_is_below_the_width():
@@ -122,8 +142,8 @@ def test_latent_attention_is_refused_what_it_cannot_have_by_name():
         check_parallel(TrainerConfig(tp=4), latent)
     with pytest.raises(ValueError, match=r"kv_lora_rank \+ qk_rope_head_dim=19"):
         check_parallel(TrainerConfig(tp=2), latent | {"qk_rope_head_dim": 3})
-    assert with_layers(TrainerConfig(), latent).layers is LayerSpec.LOCAL
-    assert with_layers(TrainerConfig(), MODEL).layers is LayerSpec.AUTO
+    assert for_model(TrainerConfig(), latent).layers is LayerSpec.LOCAL
+    assert for_model(TrainerConfig(), MODEL).layers is LayerSpec.AUTO
     with pytest.raises(ValueError, match=r"trainer.layers=te: .*Set trainer.layers=auto or local"):
         check_parallel(TrainerConfig(layers=LayerSpec.TE), latent)
     with pytest.raises(ValueError, match=r"latent attention .*has no adapters. Set trainer.lora.rank=0"):
