@@ -173,7 +173,7 @@ def _bundle(cpus: float, gpus: float) -> Bundle:
 
 def _free_nodes() -> dict[str, Bundle]:
     """Return the free CPUs and GPUs of each node, by its id."""
-    free = ray._private.state.available_resources_per_node()  # pyright: ignore[reportAttributeAccessIssue]
+    free = ray._private.state.available_resources_per_node()  # pyright: ignore
     return {id: {name: node.get(name, 0) for name in ("CPU", "GPU")} for id, node in free.items()}
 
 

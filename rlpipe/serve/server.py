@@ -167,14 +167,14 @@ class _Stream:
             await asyncio.wait({work}, timeout=_PING_S)
         try:
             for kind, data in events(work.result()):
-                await response.write(_event(kind, data))
+                await response.write(_server_sent(kind, data))
         except ApiError as failure:
-            await response.write(_event("error", self._dialect.error(failure)))
+            await response.write(_server_sent("error", self._dialect.error(failure)))
         await response.write_eof()
         return response
 
 
-def _event(kind: str, data: Any) -> bytes:
+def _server_sent(kind: str, data: Any) -> bytes:
     text = data if isinstance(data, str) else json.dumps(data)
     return f"{f'event: {kind}' + chr(10) if kind else ''}data: {text}\n\n".encode()
 

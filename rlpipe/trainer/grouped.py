@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+_grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 _GROUPED_TYPES = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # bytes of a row that the kernel of a GPU reads at once
 
@@ -28,8 +29,9 @@ class GroupedExperts(SequentialMLP):
         self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Apply the experts to tokens [N, H], sorted by expert; counts: tokens of each; weights [N]."""
-        first = [expert.linear_fc1.weight for expert in self.local_experts]
-        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        experts: Any = self.local_experts
+        first = [expert.linear_fc1.weight for expert in experts]
+        second = [expert.linear_fc2.weight for expert in experts]
 
         gate, up = grouped_linear(tokens, counts, first).chunk(2, dim=-1)
         inner = F.silu(gate) * up
@@ -56,7 +58,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, counts, *weights)
         if _by_kernel(x, weights):
-            return torch._grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
+            return _grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
 
         y = x.new_empty(len(x), len(weights[0]))
         for rows, out, weight in zip(*_split(counts, x, y), weights, strict=True):
@@ -69,8 +71,8 @@ class _GroupedLinear(torch.autograd.Function):
         dy = dy.contiguous()
         if _by_kernel(x, weights):
             ends = _ends(counts)
-            dx = torch._grouped_mm(dy, torch.stack(weights), offs=ends)
-            return dx, None, *torch._grouped_mm(dy.t(), x, offs=ends).unbind()
+            dx = _grouped_mm(dy, torch.stack(weights), offs=ends)
+            return dx, None, *_grouped_mm(dy.t(), x, offs=ends).unbind()
 
         dx = torch.empty_like(x)
         dw = x.new_empty(len(weights), *weights[0].shape)

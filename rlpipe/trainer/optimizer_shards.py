@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -166,7 +166,10 @@ def _blocks_of(
             local_shape=leading + shape,
             global_offset=tuple(a + b for a, b in zip(piece.global_offset, within, strict=True)),
             axis_fragmentations=None,  # ranges of ranks form no regular grid
-            replica_id=(*piece.replica_id[:2], 0),  # each data parallel rank has another share
+            replica_id=(
+                *cast("tuple[int, ...]", piece.replica_id)[:2],
+                0,
+            ),  # each data parallel rank has another share
             prepend_axis_num=0,
         )
         taken += count

@@ -31,7 +31,8 @@ class OrderedReduction:
         self._names = names
         self._early: list[Any] = []
         self._late: list[Any] = []
-        for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        groups: list[Any] = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+        for group in groups:
             once = all(names[p].startswith("decoder.layers.") for p in group.params)
             (self._early if once else self._late).append(group)
             group.is_first_batch = False  # Megatron counts gradients in it
@@ -39,7 +40,7 @@ class OrderedReduction:
 
         self._next = 0
         self._missing = {id(group): set(group.params) for group in self._early}
-        config = wrapped.module.config
+        config: Any = wrapped.module.config
         config.no_sync_func = wrapped.no_sync
         config.finalize_model_grads_func = partial(self._finish, finalize_model_grads)
 

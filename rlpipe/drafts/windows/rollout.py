@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -157,10 +157,12 @@ class Rollout(Drafts):
 
     verified: Verified
 
-    def part(self, rows: slice) -> Rollout:
+    def part(self, rows: slice) -> Self:
         """Select some windows, with their verification."""
         fields = {f.name: getattr(self.verified, f.name)[rows] for f in dataclass_fields(Verified)}
-        return replace(Drafts.part(self, rows), verified=Verified(**fields))
+        # A dataclass with slots has no zero-argument super().
+        parts = cast("Self", Drafts.part(self, rows))
+        return replace(parts, verified=Verified(**fields))
 
 
 def window_parts(windows: int, group: int, depths: int, *, vocab: int, device: torch.device) -> list[slice]:

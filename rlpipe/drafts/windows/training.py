@@ -213,7 +213,8 @@ def _sampled(
     depths: K. Windows are taken in the parts of `window_parts`.
     """
     tokens = []
-    for rows in window_parts(*uniforms.shape, depths, vocab=text.vocab, device=states.device):
+    windows, group = uniforms.shape
+    for rows in window_parts(windows, group, depths, vocab=text.vocab, device=states.device):
         logprobs = text.draft_logprobs(states[rows]).expand(*uniforms[rows].shape, -1)
         tokens.append(sample_cdf(logprobs.flatten(0, 1).exp(), uniforms[rows].flatten()))
     return torch.cat(tokens).view_as(uniforms)
