@@ -115,6 +115,13 @@ def graft(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def certify(arguments: Sequence[str]) -> int:
+    """Say whether a server's tokens have its model's distribution; returns the exit status."""
+    from rlpipe.cli.certify import main
+
+    return main(arguments)
+
+
 SETTINGS = "+recipe=NAME [KEY=VALUE ...]"
 COMMANDS = (
     Command(name="run", arguments=SETTINGS, summary="run a recipe, or continue a run", main=run),
@@ -164,6 +171,12 @@ COMMANDS = (
         main=fetch,
     ),
     Command(name="graft", arguments="MODEL OUT", summary="give a dense model an MTP layer", main=graft),
+    Command(
+        name="certify",
+        arguments="URL --model PATH",
+        summary="whether a server's tokens have its model's distribution",
+        main=certify,
+    ),
 )
 
 

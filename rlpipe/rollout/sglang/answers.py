@@ -97,7 +97,7 @@ def _packed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, _Top]:
     """Read logprobs, entropies and top logprobs of `ids` from the plugin's packed arrays."""
-    column = partial(_column, meta["rlpipe"])
+    column = partial(read_column, meta["rlpipe"])
     logprobs, entropies = column("logprobs"), column("entropies")
     if len(logprobs) != len(ids):
         raise _length_mismatch(request, ids, len(logprobs))
@@ -116,15 +116,15 @@ def _packed(
     return logprobs, entropies, top
 
 
-def _column(packed: Mapping[str, str], name: str, kind: str = "f4") -> np.ndarray:
+def read_column(packed: Mapping[str, str], name: str, kind: str = "f4") -> np.ndarray:
     return np.frombuffer(base64.b64decode(packed.get(name, "")), kind)
 
 
 def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
     """Read the verify steps from the plugin's packed arrays."""
-    shapes = _column(packed, "steps", "i4").tolist()
+    shapes = read_column(packed, "steps", "i4").tolist()
     kinds = (("drafts", "i4"), ("p", "f4"), ("q", "f4"))
-    columns = [iter(_column(packed, name, kind).tolist()) for name, kind in kinds]
+    columns = [iter(read_column(packed, name, kind).tolist()) for name, kind in kinds]
     steps = []
     for position, count, accepted in zip(shapes[::3], shapes[1::3], shapes[2::3], strict=True):
         tokens, p, q = (list(islice(column, count)) for column in columns)

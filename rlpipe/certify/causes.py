@@ -1,0 +1,205 @@
+"""Which fault explains the lines that fail, so that one fault has one name.
+
+A fault breaks the line that is about it, and often others: with top-p left on, later tokens deviate too. Each
+cause names the lines it explains; a failed line that no cause explains is named by itself. Order matters: a
+cause that was found is taken into account by those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpipe.certify.lines import (
+    ACCEPTANCE,
+    FIRST,
+    GREEDY,
+    LATER,
+    LOGPROBS,
+    TAIL,
+    TEMPERATURE,
+    Judge,
+    Line,
+)
+from rlpipe.certify.statistics import Draws
+
+
+@dataclass(slots=True, kw_only=True)
+class Cause:
+    """A named fault. explains: names of lines. hint: what to change."""
+
+    name: str
+    text: str
+    hint: str
+    explains: tuple[str, ...]
+
+
+def find_causes(judge: Judge, lines: Sequence[Line]) -> list[Cause]:
+    """Return the causes of all failed lines; each failed line is explained by at least one."""
+    failed = {line.name: line for line in lines if line.failed}
+    causes: list[Cause] = []
+    for rule in (_argmax, _truncated, _temperature, _distribution, _drafts, _stale, _logprobs, _greedy):
+        explained = {name for cause in causes for name in cause.explains}
+        cause = rule(judge, failed, explained)
+        if cause is not None:
+            causes.append(cause)
+    return causes
+
+
+_Failed = dict[str, Line]
+
+
+def _argmax(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """Every first token is the likeliest: nothing is sampled."""
+    samples = judge.evidence.at(1.0)
+    best = judge.evidence.first.law(1.0).argmax(1)
+    if FIRST not in failed and TAIL not in failed:
+        return None
+    if not all((one.first == best[one.prompt]).all() for one in samples):
+        return None
+    return Cause(
+        name="no sampling",
+        text="at temperature 1 every first token is the likeliest one: the server decodes greedily.",
+        hint="switch sampling on (transformers: do_sample=true in generation_config).",
+        explains=(FIRST, TAIL, LATER, TEMPERATURE, LOGPROBS, ACCEPTANCE),
+    )
+
+
+def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """No token is beyond some share of its row, or beyond some rank, where many are expected."""
+    if TAIL not in failed or TAIL in explained:
+        return None
+    first, samples = judge.evidence.first, judge.evidence.at(1.0)
+    law = first.law(1.0)
+    order = np.argsort(-law, axis=1, kind="stable")
+    rank_of = np.argsort(order, axis=1)
+    ranked = np.take_along_axis(law, order, 1)
+    before = ranked.cumsum(1) - ranked
+    row = np.concatenate([np.full(len(one.first), one.prompt) for one in samples])
+    token = np.concatenate([one.first for one in samples])
+    if (token < 0).any():
+        return None
+
+    # The cut is where the samples end: what is beyond it was expected, and within it nothing is wrong.
+    rank = rank_of[row, token]
+    by_rank, by_share = int(rank.max()) + 1, float(before[row, rank].max())
+    beyond = {"top-k": np.arange(law.shape[1]) >= by_rank, "top-p": before > by_share}
+    name = min(beyond, key=lambda one: -float((ranked * beyond[one])[row].sum()))
+    missing = float((ranked * beyond[name])[row].sum())
+    kept = np.where(beyond[name], 0, ranked)
+    inside = Draws(law=kept / kept.sum(1, keepdims=True), row=row, cell=rank)
+    fits = inside.p_value(np.random.default_rng(judge.seed), max_simulations=1000) >= judge.each
+    if missing < -np.log(judge.each) or not fits:
+        return None
+    limit = f"{by_rank} likeliest" if name == "top-k" else f"likeliest {by_share:.1%}"
+    return Cause(
+        name="truncated",
+        text=f"no first token is beyond the {limit}, and {missing:.0f} were expected there: {name}, min-p or "
+        "another cut is on.",
+        hint="send top_p=1, top_k=-1 (0 in transformers) and min_p=0, or change the server's defaults.",
+        explains=(FIRST, TAIL, LATER, TEMPERATURE, LOGPROBS, ACCEPTANCE),
+    )
+
+
+def _temperature(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """First tokens have another temperature than was requested."""
+    if TEMPERATURE not in failed or TEMPERATURE in explained:
+        return None
+    requested = judge.evidence.temperature
+    at_one, at = judge.temperatures[1.0], judge.temperatures[requested]
+    if FIRST in failed and at_one.contains(1.0):
+        return None  # not the temperature: the distribution itself is another
+
+    if at.contains(requested**2):
+        how = "it is applied twice"
+    elif at.contains(1.0) and at_one.contains(1.0):
+        how = "it is not applied"
+    else:
+        how = "it is changed"
+    return Cause(
+        name="temperature",
+        text=f"first tokens have a temperature of {at.value:.3f} where {requested:g} was requested, and of "
+        f"{at_one.value:.3f} where 1 was: {how}.",
+        hint="look for a second division of the logits, or a default that replaces the request's value.",
+        explains=(TEMPERATURE, LATER, LOGPROBS, ACCEPTANCE, *(() if at_one.contains(1.0) else (FIRST, TAIL))),
+    )
+
+
+def _distribution(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """First tokens follow another distribution, for no reason known here."""
+    names = [name for name in (FIRST, TAIL, TEMPERATURE) if name in failed and name not in explained]
+    if not names:
+        return None
+    return Cause(
+        name="another distribution",
+        text="first tokens are not those of the checkpoint, at no temperature and no cut.",
+        hint="check that the server has the same weights, tokenizer and number format, and no penalties.",
+        explains=(FIRST, TAIL, LATER, TEMPERATURE, LOGPROBS, GREEDY, ACCEPTANCE),
+    )
+
+
+def _drafts(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """First tokens are right and later ones are not: what verifies drafts is wrong."""
+    if LATER not in failed or LATER in explained:
+        return None
+    features, numbers = judge.evidence.features, failed[LATER].numbers
+    position, before = numbers["first_wrong_position"], numbers["p_by_position"][: features.gamma]
+    bonus = bool(features.gamma) and position >= features.gamma + 2 and min(before) > 0.01
+    return Cause(
+        name="bonus token" if bonus else "verification" if features.drafts else "later tokens",
+        text=f"first tokens are right, and later ones deviate, from position {position or 2} on"
+        + (f": none before the token that follows {features.gamma} accepted drafts." if bonus else "."),
+        hint="the token after accepted drafts must come from the model."
+        if bonus
+        else "check that drafts are accepted with min(1, p / q), with the q and temperature that drew them, "
+        "and that a rejected draft is replaced from max(0, p - q).",
+        explains=(LATER, ACCEPTANCE, GREEDY),
+    )
+
+
+def _stale(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """Tokens are right, and another number of drafts is accepted than of the checkpoint's draft."""
+    if ACCEPTANCE not in failed or ACCEPTANCE in explained:
+        return None
+    numbers = failed[ACCEPTANCE].numbers
+    less = numbers["server"] < numbers["own"]
+    return Cause(
+        name="stale draft" if less else "another draft",
+        text="tokens are exact, but "
+        + ("fewer" if less else "more")
+        + " drafts are accepted than the checkpoint's own draft would have: the server drafts with other "
+        "weights.",
+        hint="update the draft together with the model.",
+        explains=(ACCEPTANCE,),
+    )
+
+
+def _logprobs(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """Log-probabilities are not those of the sampled distribution."""
+    if LOGPROBS not in failed or LOGPROBS in explained:
+        return None
+    before = failed[LOGPROBS].numbers["before_temperature"]
+    return Cause(
+        name="log-probabilities before temperature" if before else "log-probabilities",
+        text="log-probabilities are those of the model at temperature 1, not those of the samples."
+        if before
+        else "log-probabilities differ from the reference by more than rounding.",
+        hint="ask for processed log-probabilities (vLLM: --logprobs-mode processed_logprobs)."
+        if before
+        else "check that they belong to the sampled tokens and the weights that sampled them.",
+        explains=(LOGPROBS,),
+    )
+
+
+def _greedy(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
+    """Tokens at temperature 0 are not the likeliest."""
+    if GREEDY not in failed or GREEDY in explained:
+        return None
+    return Cause(
+        name="greedy",
+        text="tokens at temperature 0 are less likely than others by more than rounding.",
+        hint="check that temperature 0 takes the argmax, of drafts too.",
+        explains=(GREEDY,),
+    )

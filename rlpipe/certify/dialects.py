@@ -1,0 +1,358 @@
+"""What a server speaks: SGLang's `/generate`, OpenAI's completions or its chat, and which features it has.
+
+A feature counts where its effect is seen in an answer, since servers ignore fields that they do not know:
+
+| feature  | field                                                | without it                        |
+| ids in   | input_ids; a list of ids as `prompt`                 | text is sent, and tokenised there |
+| ids out  | output_ids; token_ids; tokens as "token_id:N"        | texts of first tokens are judged  |
+| logprobs | output_token_logprobs; token_logprobs; content       | log-probabilities are not judged  |
+| copies   | `n`                                                  | one request for each sample       |
+| drafts   | meta_info.spec_*                                     | acceptance is not judged          |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlpipe.rollout.sglang.answers import spec_counts
+from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+
+AT_ONCE = 32  # requests in flight
+_COPIES = 32  # samples of one request
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    """A prompt. text: as sent to servers that take text. ids: what the model reads, of transformers."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """One sampled continuation.
+
+    ids: tokens; None where the server returns text only. logprobs: of each token, as reported.
+    accepted, verify_steps: drafts that were accepted, in how many steps; 0 steps where none is reported.
+    """
+
+    text: str = ""
+    ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    accepted: int = 0
+    verify_steps: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Features:
+    """What a server offers. gamma: drafts of a step; mode: how they are verified, where the server says so.
+
+    dtype: of its weights, "" where it does not say.
+    """
+
+    dialect: str
+    ids_in: bool = False
+    ids_out: bool = False
+    logprobs: bool = False
+    copies: bool = False
+    ignore_eos: bool = False
+    drafts: bool = False
+    gamma: int = 0
+    mode: str = ""
+    dtype: str = ""
+
+    def missing(self) -> list[str]:
+        """Return what it lacks, in words."""
+        words = {
+            "ids_in": "takes no token ids",
+            "ids_out": "returns no token ids",
+            "logprobs": "returns no log-probabilities",
+            "drafts": "reports no acceptance",
+        }
+        return [text for name, text in words.items() if not getattr(self, name)]
+
+
+class Dialect(Protocol):
+    """A way to ask for samples: a path, a body, and how the answers are read."""
+
+    path: str
+
+    def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
+        """Return the request for `count` samples."""
+        ...
+
+    def read(self, answer: Any) -> list[Answer]:
+        """Return the samples of an answer."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Generate:
+    """SGLang's own `/generate`."""
+
+    features: Features
+    path: str = "/generate"
+
+    def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
+        """Return the request; the samples of one request are independent."""
+        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True, "n": count}
+        return {"input_ids": prompt.ids, "sampling_params": sampling, "return_logprob": True}
+
+    def read(self, answer: Any) -> list[Answer]:
+        """Return the samples, with the drafts that were accepted."""
+        answers = []
+        for one in answer if isinstance(answer, list) else [answer]:
+            meta = one["meta_info"]
+            spec = spec_counts(meta)
+            listed = meta.get("output_token_logprobs")
+            answers.append(
+                Answer(
+                    ids=one["output_ids"],
+                    text=one.get("text") or "",
+                    logprobs=[float(row[0]) for row in listed] if listed else _packed_logprobs(meta),
+                    accepted=sum(spec.accepted),
+                    verify_steps=spec.verify_steps,
+                )
+            )
+        return answers
+
+
+def _packed_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
+    """Read log-probabilities as rlpipe's plugin packs them."""
+    if "rlpipe" not in meta:
+        return None
+    from rlpipe.rollout.sglang.answers import read_column
+
+    return read_column(meta["rlpipe"], "logprobs").tolist()
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenAI:
+    """OpenAI's `/v1/completions`, or `/v1/chat/completions`, as vLLM, SGLang and transformers speak them.
+
+    model: name in requests. asked: features that requests ask for. extra: fields of every request.
+    """
+
+    model: str
+    chat: bool = False
+    asked: frozenset[str] = frozenset()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Return the path of requests."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
+        """Return the request, with the fields of the features that are asked for."""
+        body: dict[str, Any] = {"model": self.model, "temperature": temperature, "max_tokens": tokens}
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            body["prompt"] = prompt.ids if "ids_in" in self.asked else prompt.text
+
+        if count > 1:
+            body["n"] = count
+        if "ids_out" in self.asked:
+            body["return_token_ids"] = True
+        if "logprobs" in self.asked:
+            body["logprobs"] = True if self.chat else 1
+        if "ignore_eos" in self.asked:
+            body["ignore_eos"] = True
+        return {**body, **self.extra}
+
+    def read(self, answer: Any) -> list[Answer]:
+        """Return the samples; ids and logprobs where the choices have them."""
+        return [self._read_choice(choice) for choice in answer["choices"]]
+
+    def _read_choice(self, choice: Mapping[str, Any]) -> Answer:
+        listed = choice.get("logprobs") or {}
+        if self.chat:
+            text = (choice.get("message") or {}).get("content") or ""
+            rows = listed.get("content") or []
+            tokens, logprobs = [row["token"] for row in rows], [row["logprob"] for row in rows]
+        else:
+            text = choice.get("text") or ""
+            tokens, logprobs = listed.get("tokens") or [], listed.get("token_logprobs") or []
+
+        ids = choice.get("token_ids")
+        numbered = [str(token).removeprefix("token_id:") for token in tokens]
+        if ids is None and tokens and all(str(t).startswith("token_id:") for t in tokens):
+            ids = [int(number) for number in numbered]
+        return Answer(text=text, ids=ids, logprobs=[float(value) for value in logprobs] or None)
+
+
+class Server:
+    """A server that answers. Used from one event loop; `open` finds out what it speaks."""
+
+    def __init__(self, client: SglangClient, dialect: Dialect, features: Features) -> None:
+        self._client, self._dialect, self.features = client, dialect, features
+        self.requests = 0
+
+    @classmethod
+    async def open(
+        cls, url: str, probe: Prompt, *, key: str = "", name: str = "", extra: Mapping[str, Any] | None = None
+    ) -> Server:
+        """Connect and find out which dialect and features there are.
+
+        Args:
+            url: of the server, with or without `/v1`.
+            probe: a prompt to try requests with.
+            key: API key; empty: none.
+            name: of the model in requests; empty: the first that `/v1/models` lists.
+            extra: fields that every OpenAI request carries.
+
+        Raises:
+            ValueError: nothing answers there, or nothing that can be judged.
+        """
+        url = url.rstrip("/").removesuffix("/v1")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"URL {url!r} is no address: give http://HOST:PORT.")
+
+        client = SglangClient(url, timeout=600, key=key)
+        try:
+            server = await cls._sglang(client) if not extra else None
+            return server or await cls._openai(client, url, probe, name=name, extra=extra or {})
+        except BaseException:
+            await client.close()
+            raise
+
+    @classmethod
+    async def _sglang(cls, client: SglangClient) -> Server | None:
+        """Return an SGLang server that answers `/server_info`, or None."""
+        try:
+            info = await client.read("/server_info")
+        except (ServerError, ValueError):
+            return None
+        except ServerUnreachable as error:
+            raise ValueError(f"{error}: start the server, or check the address.") from None
+        if not isinstance(info, dict) or "speculative_algorithm" not in info:
+            return None
+
+        drafts = bool(info["speculative_algorithm"])
+        features = Features(
+            dialect="SGLang /generate",
+            ids_in=True,
+            ids_out=True,
+            logprobs=True,
+            copies=True,
+            ignore_eos=True,
+            drafts=drafts,
+            gamma=int(info.get("speculative_num_steps") or 0) if drafts else 0,
+            mode=_mode(info) if drafts else "",
+            dtype=_dtype(info),
+        )
+        return cls(client, Generate(features=features), features)
+
+    @classmethod
+    async def _openai(
+        cls, client: SglangClient, url: str, probe: Prompt, *, name: str, extra: Mapping[str, Any]
+    ) -> Server:
+        """Return a server of OpenAI's dialect, with the features that its answers show."""
+        model = name or await _first_model(client)
+        for chat in (False, True):
+            dialect = OpenAI(model=model, chat=chat, extra=extra)
+            refusal = await _try(client, dialect, probe)
+            if not isinstance(refusal, str):
+                break
+        else:
+            raise ValueError(
+                f"{url} answers neither /generate nor /v1/completions nor /v1/chat/completions: {refusal}"
+            )
+
+        features = Features(dialect="OpenAI chat" if chat else "OpenAI completions", ids_in=chat)
+        asked: set[str] = set()
+        for feature in ("ignore_eos", "ids_in", "logprobs", "ids_out"):
+            if feature == "ids_in" and chat:  # the template's ids are the reference's
+                continue
+            tried = OpenAI(model=model, chat=chat, asked=frozenset({*asked, feature}), extra=extra)
+            answers = await _try(client, tried, probe)
+            if not isinstance(answers, str) and _shows(feature, answers):
+                asked.add(feature)
+                setattr(features, feature, True)
+
+        # Older vLLM returns ids as texts of tokens only.
+        dialect = OpenAI(model=model, chat=chat, asked=frozenset(asked), extra=extra)
+        if features.logprobs and not features.ids_out:
+            older = {**extra, "return_tokens_as_token_ids": True}
+            tried = OpenAI(model=model, chat=chat, asked=frozenset(asked), extra=older)
+            answers = await _try(client, tried, probe)
+            if not isinstance(answers, str) and _shows("ids_out", answers):
+                features.ids_out, dialect = True, tried
+
+        answers = await _try(client, dialect, probe, count=2)
+        features.copies = not isinstance(answers, str) and len(answers) == 2
+        return cls(client, dialect, features)
+
+    async def sample(
+        self, prompt: Prompt, *, count: int, temperature: float, tokens: int, copies: int = _COPIES
+    ) -> list[Answer]:
+        """Return `count` independent samples. Raises ServerError, ServerUnreachable."""
+        size = copies if self.features.copies else 1
+        sizes = [size] * (count // size) + [count % size] * (count % size > 0)
+        capacity = asyncio.Semaphore(max(1, AT_ONCE // size) if size > 1 else AT_ONCE)
+
+        async def ask(some: int) -> list[Answer]:
+            async with capacity:
+                self.requests += 1
+                body = self._dialect.body(prompt, count=some, temperature=temperature, tokens=tokens)
+                answers = self._dialect.read(await self._client.post(self._dialect.path, body))
+                if len(answers) != some:
+                    raise ServerError(f"{self._dialect.path} gave {len(answers)} of {some} samples.")
+                return answers
+
+        return [answer for answers in await asyncio.gather(*map(ask, sizes)) for answer in answers]
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._client.close()
+
+
+async def _try(
+    client: SglangClient, dialect: OpenAI, probe: Prompt, count: int = 1
+) -> Sequence[Answer] | str:
+    """Return the answers of two tokens, or the refusal in words."""
+    try:
+        body = dialect.body(probe, count=count, temperature=1.0, tokens=2)
+        return dialect.read(await client.post(dialect.path, body))
+    except (ServerError, ServerUnreachable) as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"{dialect.path} gave an answer of another form: {error!r}"
+
+
+def _shows(feature: str, answers: Sequence[Answer]) -> bool:
+    """Return whether answers have the feature that was asked for."""
+    if feature == "logprobs":
+        return all(answer.logprobs for answer in answers)
+    if feature == "ids_out":
+        return all(answer.ids for answer in answers)
+    return bool(answers)  # that it was not refused is all that is seen
+
+
+async def _first_model(client: SglangClient) -> str:
+    try:
+        return str((await client.read("/v1/models"))["data"][0]["id"])
+    except ServerUnreachable as error:
+        raise ValueError(f"{error}: start the server, or check the address.") from None
+    except (ServerError, KeyError, IndexError, TypeError, ValueError):
+        raise ValueError("/v1/models lists no model: give --name, the model of requests.") from None
+
+
+def _mode(info: Mapping[str, Any]) -> str:
+    """Return the `spec.mode` of a server's flags; "tree" where it drafts trees."""
+    if int(info.get("speculative_eagle_topk") or 1) > 1:
+        return "tree"
+    if info.get("speculative_use_block_verification"):
+        return "block"
+    return "rejection" if info.get("speculative_use_rejection_sampling") else "target_only"
+
+
+def _dtype(info: Mapping[str, Any]) -> str:
+    name = str(info.get("dtype") or "")
+    return "" if name == "auto" else name.removeprefix("torch.")

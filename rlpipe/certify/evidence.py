@@ -1,0 +1,161 @@
+"""Samples of a server with the reference at each of them: what the lines of a certificate read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpipe.certify.dialects import Answer, Features
+from rlpipe.certify.reference import FirstRows, Rows
+from rlpipe.certify.statistics import Draws
+
+HEAD = 0.9  # share of a row's probability that its likeliest tokens have: the others are its tail
+_MAX_HEAD = 63
+_BANDS = (0.95, 0.99, 0.999)  # further borders within the tail
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """Samples of one prompt at one temperature.
+
+    tokens: [n, T], padded with 0; lengths: [n]. logprobs: as tokens, NaN where none was reported.
+    first: [n], class of each first token, -1 where the answer's text is that of no token.
+    rows: the reference along tokens; None where only texts are known.
+    """
+
+    prompt: int
+    temperature: float
+    tokens: np.ndarray
+    lengths: np.ndarray
+    logprobs: np.ndarray
+    first: np.ndarray
+    rows: Rows | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class GreedyText:
+    """A greedy answer in text only. equal: to a text that argmax may give; seen: the text."""
+
+    equal: bool
+    seen: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """All that was seen of a server.
+
+    first: rows of first tokens. samples: at temperature 1 and at `temperature`, by prompt. greedy: at 0.
+    accepted, own_accepted: by prompt, [n, 2] accepted drafts and verify steps of the server and of the
+    checkpoint's own draft; why_not_accepted: why these are missing.
+    """
+
+    features: Features
+    first: FirstRows
+    temperature: float
+    samples: list[Samples]
+    greedy: list[Samples]
+    greedy_texts: list[GreedyText]
+    accepted: list[np.ndarray]
+    own_accepted: list[np.ndarray]
+    why_not_accepted: str = ""
+
+    def at(self, temperature: float) -> list[Samples]:
+        """Return the samples at a temperature."""
+        return [one for one in self.samples if one.temperature == temperature]
+
+
+def pack(prompt: int, temperature: float, answers: Sequence[Answer], first: np.ndarray) -> Samples:
+    """Return answers as arrays. first: class of each first token."""
+    ids = [answer.ids or [] for answer in answers]
+    lengths = np.array([len(one) for one in ids])
+    tokens = np.zeros((len(ids), max(1, lengths.max(initial=0))), np.int64)
+    logprobs = np.full(tokens.shape, np.nan)
+    for row, answer in enumerate(answers):
+        tokens[row, : lengths[row]] = ids[row]
+        reported = answer.logprobs or []
+        logprobs[row, : min(len(reported), lengths[row])] = reported[: lengths[row]]
+    return Samples(
+        prompt=prompt,
+        temperature=temperature,
+        tokens=tokens,
+        lengths=lengths,
+        logprobs=logprobs,
+        first=first,
+    )
+
+
+def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Draws]:
+    """Split first tokens into two independent tests: which of a row's likely tokens, and how unlikely.
+
+    Given how many fall into the head of a row, which of its tokens they are is a multinomial of its own; so a
+    distribution that is cut in its tail leaves the first exact.
+    """
+    temperature = samples[0].temperature
+    row = np.concatenate([np.full(len(one.first), one.prompt) for one in samples])
+    token = np.concatenate([one.first for one in samples])
+    exact, rounded = first.law(temperature), first.law(temperature, rounded=True)
+
+    # The rank of each token in its row; a text that no token has goes behind all others.
+    order = np.argsort(-exact, axis=1, kind="stable")
+    rank_of = np.argsort(order, axis=1)
+    rank = np.where(token >= 0, rank_of[row, np.maximum(token, 0)], exact.shape[1] - 1)
+    ranked, ranked_rounded = (np.take_along_axis(law, order, 1) for law in (exact, rounded))
+
+    before = ranked.cumsum(1) - ranked
+    head = np.minimum((before < HEAD).sum(1), _MAX_HEAD)
+    width = int(head.max())
+    inside = np.arange(width) < head[:, None]
+    heads = [np.where(inside, law[:, :width], 0) for law in (ranked, ranked_rounded)]
+    likely = rank < head[row]
+    likely_draws = Draws(
+        law=heads[0] / heads[0].sum(1, keepdims=True),
+        rounded=heads[1] / heads[1].sum(1, keepdims=True),
+        row=row[likely],
+        cell=rank[likely],
+    )
+
+    # Band 0 is the head, the others are by the probability of all tokens that are likelier.
+    band = 1 + np.searchsorted(_BANDS, before.ravel(), side="right").reshape(before.shape)
+    band[np.arange(exact.shape[1]) < head[:, None]] = 0
+    banded = [
+        np.stack([np.bincount(b, p, minlength=len(_BANDS) + 2) for b, p in zip(band, law, strict=True)])
+        for law in (ranked, ranked_rounded)
+    ]
+    cell = np.where(token >= 0, band[row, rank], len(_BANDS) + 1)
+    return likely_draws, Draws(law=banded[0], rounded=banded[1], row=row, cell=cell)
+
+
+def later_draws(samples: Sequence[Samples]) -> list[Draws]:
+    """Return the draws of each position after the first: rows are the prefixes that occurred."""
+    length = max((one.tokens.shape[1] for one in samples), default=1)
+    return [_at_position(samples, position) for position in range(1, length)]
+
+
+def _at_position(samples: Sequence[Samples], position: int) -> Draws:
+    laws, rounded, rows, cells, count = [], [], [], [], 0
+    for one in samples:
+        assert one.rows is not None
+        here = np.flatnonzero(one.lengths > position)
+        if not len(here):
+            continue
+        _, first, inverse = np.unique(
+            one.tokens[here, :position], axis=0, return_index=True, return_inverse=True
+        )
+        laws.append(one.rows.law[here[first], position])
+        rounded.append(one.rows.rounded[here[first], position])
+        rows.append(inverse.reshape(-1) + count)
+        count += len(first)
+
+        match = one.rows.likely[here, position] == one.tokens[here, position][:, None]
+        cells.append(np.where(match.any(1), match.argmax(1), match.shape[1]))
+    if not laws:
+        empty = np.zeros(0, np.int64)
+        return Draws(law=np.ones((1, 1)), row=empty, cell=empty)
+    return Draws(
+        law=np.concatenate(laws),
+        rounded=np.concatenate(rounded),
+        row=np.concatenate(rows),
+        cell=np.concatenate(cells),
+    )

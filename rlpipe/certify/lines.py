@@ -1,0 +1,300 @@
+"""The lines of a certificate: one question each, answered by an exact test, a tolerance, or not at all.
+
+Statistical lines share the family's alpha equally (Bonferroni over all that can be judged of any server), so
+a right server fails any of them with probability at most alpha. Lines that compare numbers have no false
+alarms by chance: their tolerance is what the server's number format moves, measured by the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlpipe.certify import power
+from rlpipe.certify.evidence import Evidence, Samples, later_draws, split_first
+from rlpipe.certify.statistics import combined_p, normal_quantile, permutation_p
+from rlpipe.certify.temperature import Estimate, estimate
+
+FIRST, TAIL, LATER = "first tokens", "unlikely tokens", "later tokens"
+TEMPERATURE, ACCEPTANCE = "temperature", "acceptance"
+LOGPROBS, GREEDY = "log-probabilities", "greedy"
+STATISTICAL = (FIRST, TAIL, LATER, TEMPERATURE, ACCEPTANCE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Line:
+    """A line. passed: None where it was not judged, and `seen` says why.
+
+    p: of a statistical line, which fails below `alpha`. power: the smallest fault that it sees. numbers: by
+    name, for other programs.
+    """
+
+    name: str
+    question: str
+    passed: bool | None
+    seen: str
+    p: float | None = None
+    alpha: float | None = None
+    power: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it was judged and does not hold."""
+        return self.passed is False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return its fields."""
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class Judge:
+    """Judges evidence. alpha: false-alarm rate of all lines together. seed: of simulations.
+
+    temperatures: estimates at 1 and at the second temperature, once judged.
+    """
+
+    evidence: Evidence
+    alpha: float
+    seed: int = 0
+    temperatures: dict[float, Estimate] = field(default_factory=dict)
+
+    @property
+    def each(self) -> float:
+        """Return the false-alarm rate of one statistical line."""
+        return self.alpha / len(STATISTICAL)
+
+    def lines(self) -> list[Line]:
+        """Return all lines, in the order of the certificate."""
+        return [
+            self.first_tokens(),
+            self.unlikely_tokens(),
+            self.later_tokens(),
+            self.temperature(),
+            self.acceptance(),
+            self.log_probabilities(),
+            self.greedy(),
+        ]
+
+    def _rng(self, number: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, number))
+
+    def _simulations(self, tests: int = 1) -> int:
+        """Return how many simulations tell the p-value of a wrong sample from this line's alpha.
+
+        tests: by whose number the least p-value is multiplied.
+        """
+        return int(np.ceil(1.25 * tests / self.each))
+
+    def _statistical(self, name: str, question: str, p: float, seen: str, **fields: Any) -> Line:
+        return Line(
+            name=name, question=question, passed=p >= self.each, p=p, alpha=self.each, seen=seen, **fields
+        )
+
+    def first_tokens(self) -> Line:
+        """Judge which of the likely tokens come first."""
+        draws, _ = split_first(self.evidence.first, self.evidence.at(1.0))
+        p = draws.p_value(self._rng(0), max_simulations=self._simulations(2))
+        share = power.smallest_mixture([draws], self.each, self._rng(10))
+        return self._statistical(
+            FIRST,
+            "Does each of a prompt's likely first tokens come as often as the model says?",
+            p,
+            f"{len(draws):,} tokens after {len(draws.law)} prompts, p = {_p(p)}",
+            power=power.mixture_text(share),
+            numbers={"tokens": len(draws), "power": share},
+        )
+
+    def unlikely_tokens(self) -> Line:
+        """Judge whether the tail of the distribution is there."""
+        _, draws = split_first(self.evidence.first, self.evidence.at(1.0))
+        p = draws.p_value(self._rng(1), max_simulations=self._simulations(2))
+        expected = draws.law[draws.row].sum(0)
+        seen = np.bincount(draws.cell, minlength=len(expected))
+        cut = power.largest_cut(draws, self.each, self._rng(11))
+        return self._statistical(
+            TAIL,
+            "Do unlikely first tokens come as often as the model says?",
+            p,
+            f"{seen[1:].sum()} of {len(draws):,} tokens beyond the likeliest 90%, {expected[1:].sum():.0f} "
+            f"expected; beyond the likeliest 99%, {seen[3:].sum()} and {expected[3:].sum():.0f}; p = {_p(p)}",
+            power=power.cut_text(cut),
+            numbers={"seen": seen.tolist(), "expected": expected.round(2).tolist(), "power": cut},
+        )
+
+    def later_tokens(self) -> Line:
+        """Judge each token after the first, given those before it."""
+        question = "Given the tokens before it, does each later token come as often as the model says?"
+        if not self.evidence.features.ids_out:
+            return _not_judged(LATER, question, "the server returns no token ids")
+        draws = later_draws(self.evidence.samples)
+        if not draws:
+            return _not_judged(LATER, question, "every answer has one token")
+
+        # Positions are judged in their order; after one that is wrong, the others need no small p-values.
+        rng, tests = self._rng(2), 2 * len(draws)
+        by_position: list[float] = []
+        wrong: list[int] = []
+        for position, one in enumerate(draws, 2):
+            simulations = self._simulations() if wrong else self._simulations(2 * tests)
+            by_position.append(one.p_value(rng, max_simulations=simulations))
+            wrong += [position] * (by_position[-1] * tests < self.each)
+
+        p = combined_p(by_position)
+        share = power.smallest_mixture(draws, self.each / tests, self._rng(12))
+        return self._statistical(
+            LATER,
+            question,
+            p,
+            f"{sum(map(len, draws)):,} tokens at positions 2 to {len(draws) + 1}, p = {_p(p)}"
+            + (f"; wrong from position {min(wrong)} on" if wrong else ""),
+            power=power.mixture_text(share),
+            numbers={
+                "p_by_position": by_position,
+                "first_wrong_position": min(wrong, default=0),
+                "power": share,
+            },
+        )
+
+    def temperature(self) -> Line:
+        """Judge the second temperature, on first tokens, which no draft touches."""
+        requested = self.evidence.temperature
+        for number, at in enumerate((1.0, requested)):
+            samples = self.evidence.at(at)
+            self.temperatures[at] = estimate(
+                self.evidence.first,
+                np.concatenate([np.full(len(one.first), one.prompt) for one in samples]),
+                np.concatenate([one.first for one in samples]),
+                at,
+                self._rng(3 + number),
+                alpha=self.each,
+                max_simulations=self._simulations(),
+            )
+        result = self.temperatures[requested]
+        # The interval is one deviation times the quantile of alpha; power adds that of its own.
+        half = (result.high - result.low) / 2
+        size = power.difference(half / normal_quantile(self.each / 2), self.each) / requested
+        return self._statistical(
+            TEMPERATURE,
+            f"Is a temperature of {requested:g} applied, and once?",
+            result.p,
+            f"the tokens have a temperature of {result.value:.3f} ({result.low:.3f} to {result.high:.3f}), "
+            f"p = {_p(result.p)}",
+            power=f"a temperature off by {size:.1%} (power .95)",
+            numbers={"value": result.value, "low": result.low, "high": result.high, "power": size},
+        )
+
+    def acceptance(self) -> Line:
+        """Judge the acceptance length by that of the checkpoint's own draft on the same prompts."""
+        question = "Are as many drafts accepted as of the checkpoint's own draft?"
+        if not self.evidence.accepted or not self.evidence.own_accepted:
+            return _not_judged(ACCEPTANCE, question, self.evidence.why_not_accepted)
+        server, own = np.concatenate(self.evidence.accepted), np.concatenate(self.evidence.own_accepted)
+        strata = tuple(
+            np.concatenate([np.full(len(one), i) for i, one in enumerate(part)])
+            for part in (self.evidence.accepted, self.evidence.own_accepted)
+        )
+        assert len(strata) == 2
+        p = permutation_p(server, own, strata, self._rng(5), max_simulations=self._simulations())
+        (length, error), (own_length, own_error) = _ratio(server), _ratio(own)
+        size = power.difference(np.hypot(error, own_error), self.each)
+        return self._statistical(
+            ACCEPTANCE,
+            question,
+            p,
+            f"tokens for each verify step: {1 + length:.3f}, of the checkpoint's own draft "
+            f"{1 + own_length:.3f}; {len(server)} answers of each; p = {_p(p)}",
+            power=f"a difference of {size:.2f} (power .95)",
+            numbers={"server": 1 + length, "own": 1 + own_length, "power": size},
+        )
+
+    def log_probabilities(self) -> Line:
+        """Judge reported log-probabilities by the reference's, at the second temperature."""
+        question = "Are log-probabilities those of the distribution that was sampled?"
+        at = [one for one in self.evidence.samples if one.rows is not None]
+        reported = np.concatenate([one.logprobs[~np.isnan(one.logprobs)] for one in at]) if at else []
+        if not len(reported):
+            lacks = "token ids" if self.evidence.features.logprobs else "log-probabilities"
+            return _not_judged(LOGPROBS, question, f"the server returns no {lacks}")
+
+        after, moved = _compare(at, "after")
+        second = [one for one in at if one.temperature != 1.0]
+        before, _ = _compare(second, "before")
+        bounds = 3 * float(np.median(moved)) + 1e-4, 5 * float(np.quantile(moved, 0.99)) + 1e-3
+        fits = _within(after, bounds)
+        is_before = not fits and len(before) > 0 and _within(before, bounds)
+        return Line(
+            name=LOGPROBS,
+            question=question,
+            passed=fits,
+            seen=f"{len(after):,} values differ from the reference by {np.median(after):.2g} in the middle "
+            f"and {np.quantile(after, 0.99):.2g} at the 99th percentile"
+            + ("; those before temperature fit" if is_before else ""),
+            power=f"a shift of {bounds[0]:.2g} of half of them, or of {bounds[1]:.2g} of one in a hundred",
+            numbers={
+                "median": float(np.median(after)),
+                "p99": float(np.quantile(after, 0.99)),
+                "before_temperature": bool(is_before),
+            },
+        )
+
+    def greedy(self) -> Line:
+        """Judge that tokens at temperature 0 are the argmax, or tie with it within rounding."""
+        question = "At temperature 0, is each token the likeliest one, or within rounding of it?"
+        if not self.evidence.greedy:
+            texts = self.evidence.greedy_texts
+            wrong = [one.seen for one in texts if not one.equal]
+            seen = f"{len(texts) - len(wrong)} of {len(texts)} texts are those of the likeliest tokens"
+            if wrong:
+                seen += f"; not {wrong[0]!r}"
+            return Line(name=GREEDY, question=question, passed=not wrong, seen=seen, power="any other text")
+
+        inside = [np.arange(one.tokens.shape[1]) < one.lengths[:, None] for one in self.evidence.greedy]
+        rows = [one.rows for one in self.evidence.greedy]
+        gap = np.concatenate([r.gap[m] for r, m in zip(rows, inside, strict=True) if r is not None])
+        moved = np.concatenate([r.moved_gap[m] for r, m in zip(rows, inside, strict=True) if r is not None])
+        tolerance = max(2 * float(moved.max(initial=0)), 1e-3)
+        wrong, ties = int((gap > tolerance).sum()), int(((gap > 0) & (gap <= tolerance)).sum())
+        return Line(
+            name=GREEDY,
+            question=question,
+            passed=wrong == 0,
+            seen=f"{len(gap):,} tokens: {ties} tie with the likeliest within {tolerance:.2g}, {wrong} do not"
+            + (f"; the worst lies {gap.max():.2f} below" if wrong else ""),
+            power=f"a share of {3 / max(len(gap), 1):.2g} of wrong tokens (power .95)",
+            numbers={"tokens": len(gap), "ties": ties, "wrong": wrong, "tolerance": tolerance},
+        )
+
+
+def _compare(samples: list[Samples], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return |reported - reference| of all tokens with a report, and what rounding moves of each."""
+    differences, moved = [np.zeros(0)], [np.zeros(0)]
+    for one in samples:
+        assert one.rows is not None
+        known = ~np.isnan(one.logprobs)
+        differences.append(np.abs(one.logprobs - getattr(one.rows, name))[known])
+        moved.append(one.rows.moved_logprob[known])
+    return np.concatenate(differences), np.concatenate(moved)
+
+
+def _within(differences: np.ndarray, bounds: tuple[float, float]) -> bool:
+    return bool(np.median(differences) <= bounds[0] and np.quantile(differences, 0.99) <= bounds[1])
+
+
+def _ratio(pairs: np.ndarray) -> tuple[float, float]:
+    """Return the ratio of two sums over answers, and its standard error."""
+    numerator, denominator = pairs.sum(0)
+    ratio = numerator / max(denominator, 1)
+    residual = pairs[:, 0] - ratio * pairs[:, 1]
+    return float(ratio), float(np.sqrt((residual**2).sum()) / max(denominator, 1))
+
+
+def _not_judged(name: str, question: str, why: str) -> Line:
+    return Line(name=name, question=question, passed=None, seen=f"not judged: {why}")
+
+
+def _p(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"

@@ -1,0 +1,95 @@
+"""How small a fault each line sees, by simulation of that fault with this certificate's own samples.
+
+Critical values are read from the simulated mean and variance (`normal_score`), which is accurate to a few per
+cent of a fault's size; the tests themselves do not use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlpipe.certify.statistics import Draws, normal_quantile, normal_score
+
+WANTED = 0.95
+_SHARES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+_CUTS = (0.999, 0.99, 0.98, 0.95, 0.9, 0.8)
+_NULLS, _FAULTS = 60, 20
+
+
+def smallest_mixture(draws: Sequence[Draws], alpha: float, rng: np.random.Generator) -> float | None:
+    """Return the smallest share of tokens that, replaced by the likeliest, is seen with power .95.
+
+    draws: tests of which one must fail, each at level alpha. None: no share up to a half is seen.
+    """
+    draws = [one for one in draws if len(one)]
+    nulls = [one.null_moments(rng, _NULLS) for one in draws]
+    for share in _SHARES:
+        faulty = [_mixed(one.law, share) for one in draws]
+        if _power(draws, faulty, nulls, alpha, rng) >= WANTED:
+            return share
+    return None
+
+
+def _mixed(law: np.ndarray, share: float) -> np.ndarray:
+    """Return rows of which a share of the samples is replaced by the likeliest token."""
+    mixed = (1 - share) * law
+    mixed[np.arange(len(law)), law.argmax(1)] += share
+    return mixed
+
+
+def largest_cut(draws: Draws, alpha: float, rng: np.random.Generator) -> float | None:
+    """Return the largest top-p that is seen with power .95 where it was left on. draws: of bands."""
+    null = draws.null_moments(rng, _NULLS)
+    for cut in _CUTS:
+        kept = np.clip(cut - (draws.law.cumsum(1) - draws.law), 0, draws.law)
+        faulty = kept / kept.sum(1, keepdims=True)
+        if _power([draws], [faulty], [null], alpha, rng) >= WANTED:
+            return cut
+    return None
+
+
+def _power(
+    draws: Sequence[Draws],
+    faulty: Sequence[np.ndarray],
+    nulls: Sequence[tuple[float, float]],
+    alpha: float,
+    rng: np.random.Generator,
+) -> float:
+    """Return the share of simulated faulty samples that one of the tests finds at level alpha."""
+    found = 0
+    for _ in range(_FAULTS):
+        found += any(
+            _finds(one, one.simulate_from(law, rng), null, alpha)
+            for one, law, null in zip(draws, faulty, nulls, strict=True)
+        )
+    return found / _FAULTS
+
+
+def _finds(draws: Draws, cell: np.ndarray, null: tuple[float, float], alpha: float) -> bool:
+    """Return whether one of the two tests of `Draws.p_value` finds cells at level alpha, nearly."""
+    mean, variance = null
+    if variance > 0 and normal_score(draws.g(cell), mean, variance) > normal_quantile(alpha / 2):
+        return True
+    mean, variance = draws.likelihood_moments()
+    return abs(draws.likelihood(cell) - mean) > normal_quantile(alpha / 4) * variance**0.5
+
+
+def difference(error: float, alpha: float) -> float:
+    """Return the difference that a two-sided test sees with power .95, from its standard error."""
+    return float((normal_quantile(alpha / 2) + normal_quantile(1 - WANTED)) * error)
+
+
+def mixture_text(share: float | None) -> str:
+    """Say the power of a line that compares frequencies."""
+    if share is None:
+        return "less than half of the tokens replaced by the likeliest: not seen; take more samples"
+    return f"{share:.1%} of the tokens replaced by the likeliest (power .95)"
+
+
+def cut_text(cut: float | None) -> str:
+    """Say the power of the line of unlikely tokens."""
+    if cut is None:
+        return "top-p of .8 left on: not seen; take more samples"
+    return f"top-p = {cut:g} left on (power .95)"

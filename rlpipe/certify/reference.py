@@ -1,0 +1,171 @@
+"""The reference pass: what transformers computes in float32 after the same tokens.
+
+Where a server computes in another number format, a second pass in that format measures what rounding moves:
+the log-probability of a token, the gap between two logits, and the probabilities of a row. Differences of
+that size are no fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+CELLS = 64  # of a row after a prefix: its likeliest tokens, and one for all others
+_TOKENS_AT_ONCE = 1024  # of a forward pass
+_LOGITS_AT_ONCE = 1 << 24
+
+
+class Model(Protocol):
+    """Logits of a model, in float32 and in a server's number format."""
+
+    vocabulary: int
+    rounds: bool  # whether the two differ
+
+    def logits(self, ids: np.ndarray, keep: int, *, rounded: bool = False) -> np.ndarray:
+        """Return logits after the last `keep` of [n, T] ids, [n, keep, V] float32."""
+        ...
+
+
+class TransformersModel:
+    """A checkpoint in transformers. dtype: the server's number format."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        self._torch = torch
+        self.rounds = dtype != "float32"
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self._models: dict[bool, Any] = {False: load(path, dtype=torch.float32).eval()}
+        if self.rounds:
+            self._models[True] = load(path, dtype=getattr(torch, dtype)).eval()
+        self.vocabulary = int(self._models[False].get_output_embeddings().weight.shape[0])
+
+    def logits(self, ids: np.ndarray, keep: int, *, rounded: bool = False) -> np.ndarray:
+        """Return logits after the last `keep` of [n, T] ids, [n, keep, V] float32."""
+        torch, model = self._torch, self._models[rounded and self.rounds]
+        with torch.inference_mode():
+            return model(torch.as_tensor(ids), logits_to_keep=keep).logits.float().numpy()
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """The reference along sampled sequences of one prompt.
+
+    likely: [n, T, CELLS - 1], the likeliest tokens of each row. law, rounded: [n, T, CELLS], probabilities of
+    these and of all others at the temperature of the samples; `rounded` in the server's number format.
+    after, before: [n, T], log-probability of the sampled token with and without the temperature.
+    gap: [n, T], by how much the best logit exceeds that of the sampled token.
+    moved_logprob, moved_gap: [n, T], what rounding moves of a log-probability and of the gap between the best
+    two logits.
+    """
+
+    likely: np.ndarray
+    law: np.ndarray
+    rounded: np.ndarray
+    after: np.ndarray
+    before: np.ndarray
+    gap: np.ndarray
+    moved_logprob: np.ndarray
+    moved_gap: np.ndarray
+
+
+def read_rows(model: Model, prompt: Sequence[int], tokens: np.ndarray, temperature: float) -> Rows:
+    """Compute the reference along sequences. tokens: [n, T], padded with 0 at the right; temperature: > 0."""
+    length = tokens.shape[1]
+    unique, inverse = np.unique(tokens, axis=0, return_inverse=True)
+    width = len(prompt) + length - 1
+    size = max(1, min(_TOKENS_AT_ONCE // width, _LOGITS_AT_ONCE // (model.vocabulary * length)))
+
+    parts = []
+    for first in range(0, len(unique), size):
+        some = unique[first : first + size]
+        ids = np.concatenate((np.tile(np.asarray(prompt, np.int64), (len(some), 1)), some[:, :-1]), 1)
+        exact = model.logits(ids, length)
+        rounded = model.logits(ids, length, rounded=True) if model.rounds else exact
+        parts.append(_read(exact, rounded, some, temperature))
+
+    inverse = inverse.reshape(-1)
+    joined = {name: np.concatenate([part[name] for part in parts])[inverse] for name in parts[0]}
+    return Rows(**joined)
+
+
+def _read(
+    exact: np.ndarray, rounded: np.ndarray, tokens: np.ndarray, temperature: float
+) -> dict[str, np.ndarray]:
+    """Return the fields of Rows. exact, rounded: [n, T, V]; tokens: [n, T]."""
+    cells = min(CELLS - 1, exact.shape[-1] - 1)
+    likely = np.argpartition(-exact, cells - 1, axis=-1)[..., :cells]
+    order = np.argsort(-np.take_along_axis(exact, likely, -1), axis=-1, kind="stable")
+    likely = np.take_along_axis(likely, order, -1)
+    sampled = tokens[..., None]
+
+    # In the logits of the two passes, log-probabilities are compared at the temperature of the samples.
+    def of_sampled(logits: np.ndarray, at: float) -> np.ndarray:
+        return (np.take_along_axis(logits, sampled, -1)[..., 0] / at) - log_sum_exp(logits / at)
+
+    after, two = of_sampled(exact, temperature), likely[..., :2]
+    best, rounded_best = np.take_along_axis(exact, two, -1), np.take_along_axis(rounded, two, -1)
+    return {
+        "likely": likely,
+        "law": _cell_law(exact, likely, temperature),
+        "rounded": _cell_law(rounded, likely, temperature),
+        "after": after,
+        "before": of_sampled(exact, 1.0),
+        "gap": best[..., 0] - np.take_along_axis(exact, sampled, -1)[..., 0],
+        "moved_logprob": np.abs(of_sampled(rounded, temperature) - after),
+        "moved_gap": np.abs((rounded_best[..., 0] - rounded_best[..., -1]) - (best[..., 0] - best[..., -1])),
+    }
+
+
+def _cell_law(logits: np.ndarray, likely: np.ndarray, temperature: float) -> np.ndarray:
+    """Return the probabilities of the likeliest tokens and of all others, [n, T, cells + 1]."""
+    scaled = logits / temperature
+    probs = np.exp(np.take_along_axis(scaled, likely, -1) - log_sum_exp(scaled)[..., None]).astype(np.float64)
+    rest = np.maximum(1 - probs.sum(-1, keepdims=True), 0)
+    return np.concatenate((probs, rest), -1)
+
+
+def log_sum_exp(logits: np.ndarray) -> np.ndarray:
+    """Compute ln sum exp over the last axis, in float64."""
+    highest = logits.max(-1, keepdims=True)
+    total = np.exp(logits - highest).sum(-1, dtype=np.float64)
+    return np.log(total) + highest[..., 0]
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstRows:
+    """The rows of first tokens after each prompt, over classes of tokens that a server's answers tell apart.
+
+    exact, rounded: logits [prompts, V] float64. classes: [V], the class of each token: itself, or that of its
+    text.
+    """
+
+    exact: np.ndarray
+    rounded: np.ndarray
+    classes: np.ndarray
+
+    def law(self, temperature: float, *, rounded: bool = False) -> np.ndarray:
+        """Return probabilities of classes, [prompts, classes]."""
+        scaled = (self.rounded if rounded else self.exact) / temperature
+        probs = np.exp(scaled - log_sum_exp(scaled)[:, None])
+        size = int(self.classes.max()) + 1
+        return np.stack([np.bincount(self.classes, row, minlength=size) for row in probs])
+
+
+def read_first_rows(model: Model, prompts: Sequence[Sequence[int]], classes: np.ndarray | None) -> FirstRows:
+    """Compute the rows after each prompt. classes: [V]; None: each token is its own."""
+    rows = [model.logits(np.array([ids]), 1)[0, 0] for ids in prompts]
+    rounded = (
+        [model.logits(np.array([ids]), 1, rounded=True)[0, 0] for ids in prompts] if model.rounds else rows
+    )
+    return FirstRows(
+        exact=np.stack(rows).astype(np.float64),
+        rounded=np.stack(rounded).astype(np.float64),
+        classes=np.arange(model.vocabulary) if classes is None else classes,
+    )

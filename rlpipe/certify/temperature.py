@@ -1,0 +1,85 @@
+"""The temperature of samples, by the statistic that has all that is known of it.
+
+The distributions at all temperatures are one exponential family: p_T(x) is proportional to exp(z(x) / T). The
+sum of ln p over the samples is sufficient for T, so the test of the requested temperature is exact and the
+most powerful there is, and the temperature that explains the samples best is where the expected sum is the
+observed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpipe.certify.reference import FirstRows
+from rlpipe.certify.statistics import SMALLEST, Draws, monte_carlo_p, normal_quantile
+
+_LOWEST, _HIGHEST = 0.02, 20.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Estimate:
+    """A temperature with its interval, and the p-value of the requested one."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+    def contains(self, temperature: float) -> bool:
+        """Return whether the interval has the temperature."""
+        return self.low <= temperature <= self.high
+
+
+def estimate(
+    first: FirstRows,
+    prompt: np.ndarray,
+    token: np.ndarray,
+    requested: float,
+    rng: np.random.Generator,
+    *,
+    alpha: float,
+    max_simulations: int,
+) -> Estimate:
+    """Test the requested temperature on first tokens. prompt, token: [n], row and class of each."""
+    known = token >= 0
+    prompt, token = prompt[known], token[known]
+    law = np.maximum(first.law(requested), SMALLEST)
+    score = np.log(law)
+    draws = Draws(law=law, rounded=first.law(requested, rounded=True), row=prompt, cell=token)
+    observed = float(score[prompt, token].sum())
+
+    sizes = np.bincount(prompt, minlength=len(law))
+
+    def expected(temperature: float) -> float:
+        at = first.law(temperature, rounded=True)
+        return float((sizes * (at * score).sum(1)).sum())
+
+    centre = expected(requested)
+    p = monte_carlo_p(
+        [abs(observed - centre) - 1e-9],
+        lambda: [abs(float(score[prompt, draws.simulate(rng)].sum()) - centre)],
+        max_simulations=max_simulations,
+    )
+
+    value = _solve(expected, observed)
+    at = first.law(value, rounded=True)
+    mean = (at * score).sum(1, keepdims=True)
+    deviation = float(np.sqrt((sizes * (at * (score - mean) ** 2).sum(1)).sum()))
+    half = normal_quantile(alpha / 2) * deviation
+    low, high = _solve(expected, observed + half), _solve(expected, observed - half)
+    return Estimate(value=value, low=low, high=high, p=p)
+
+
+def _solve(expected: Callable[[float], float], observed: float) -> float:
+    """Return the temperature at which the expected sum, which falls with it, is the observed one."""
+    low, high = _LOWEST, _HIGHEST
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        if expected(middle) > observed:
+            low = middle
+        else:
+            high = middle
+    return (low * high) ** 0.5
