@@ -130,10 +130,11 @@ def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Dr
 def later_draws(samples: Sequence[Samples]) -> list[Draws]:
     """Return the draws of each position after the first: rows are the prefixes that occurred."""
     length = max((one.tokens.shape[1] for one in samples), default=1)
-    return [_at_position(samples, position) for position in range(1, length)]
+    return [draws_at(samples, position) for position in range(1, length)]
 
 
-def _at_position(samples: Sequence[Samples], position: int) -> Draws:
+def draws_at(samples: Sequence[Samples], position: int) -> Draws:
+    """Return the draws of one position, 0-based: its rows are the prefixes that occurred before it."""
     laws, rounded, rows, cells, count = [], [], [], [], 0
     for one in samples:
         assert one.rows is not None

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlpipe.certify import power
 from rlpipe.certify.evidence import Evidence, Samples, later_draws, split_first
-from rlpipe.certify.statistics import combined_p, normal_quantile, permutation_p
+from rlpipe.certify.statistics import Draws, combined_p, normal_quantile, permutation_p
 from rlpipe.certify.temperature import Estimate, estimate
 
 FIRST, TAIL, LATER = "first tokens", "unlikely tokens", "later tokens"
@@ -54,12 +54,14 @@ class Line:
 class Judge:
     """Judges evidence. alpha: false-alarm rate of all lines together. seed: of simulations.
 
+    says_power: whether the power of lines is simulated too, which takes longer than the tests themselves.
     temperatures: estimates at 1 and at the second temperature, once judged.
     """
 
     evidence: Evidence
     alpha: float
     seed: int = 0
+    says_power: bool = True
     temperatures: dict[float, Estimate] = field(default_factory=dict)
 
     @property
@@ -89,6 +91,10 @@ class Judge:
         """
         return int(np.ceil(1.25 * tests / self.each))
 
+    def _mixture(self, draws: list[Draws], alpha: float) -> float | None:
+        """Return the smallest share of wrong tokens that is seen."""
+        return power.smallest_mixture(draws, alpha, self._rng(10)) if self.says_power else None
+
     def _statistical(self, name: str, question: str, p: float, seen: str, **fields: Any) -> Line:
         return Line(
             name=name, question=question, passed=p >= self.each, p=p, alpha=self.each, seen=seen, **fields
@@ -98,7 +104,7 @@ class Judge:
         """Judge which of the likely tokens come first."""
         draws, _ = split_first(self.evidence.first, self.evidence.at(1.0))
         p = draws.p_value(self._rng(0), max_simulations=self._simulations(2))
-        share = power.smallest_mixture([draws], self.each, self._rng(10))
+        share = self._mixture([draws], self.each)
         return self._statistical(
             FIRST,
             "Does each of a prompt's likely first tokens come as often as the model says?",
@@ -114,7 +120,7 @@ class Judge:
         p = draws.p_value(self._rng(1), max_simulations=self._simulations(2))
         expected = draws.law[draws.row].sum(0)
         seen = np.bincount(draws.cell, minlength=len(expected))
-        cut = power.largest_cut(draws, self.each, self._rng(11))
+        cut = power.largest_cut(draws, self.each, self._rng(11)) if self.says_power else None
         return self._statistical(
             TAIL,
             "Do unlikely first tokens come as often as the model says?",
@@ -144,7 +150,7 @@ class Judge:
             wrong += [position] * (by_position[-1] * tests < self.each)
 
         p = combined_p(by_position)
-        share = power.smallest_mixture(draws, self.each / tests, self._rng(12))
+        share = self._mixture(draws, self.each / tests)
         return self._statistical(
             LATER,
             question,

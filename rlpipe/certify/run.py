@@ -40,8 +40,8 @@ class Sizes:
     """How much is sampled.
 
     samples: at temperature 1; half as many at the second. tokens: of each; 0: two more than the first
-    that may follow a full step of accepted drafts, at least 6. answers: whose acceptance is counted. greedy: answers
-    at temperature 0 of each prompt.
+    that may follow a full step of accepted drafts, at least 6. answers: whose acceptance is counted.
+    greedy: answers at temperature 0 of each prompt.
     """
 
     samples: int = 4000
@@ -162,10 +162,10 @@ async def collect(
     return evidence, {"sampling": sampled - started, "reference": ended - sampled}
 
 
-def judge(evidence: Evidence, *, alpha: float, seed: int = 0) -> Certificate:
-    """Judge all lines and name the causes of those that fail. alpha: false-alarm rate of all together."""
+def judge(evidence: Evidence, *, alpha: float, seed: int = 0, says_power: bool = True) -> Certificate:
+    """Judge all lines and name the causes of those that fail. Arguments: those of `Judge`."""
     started = time.monotonic()
-    judge = Judge(evidence=evidence, alpha=alpha, seed=seed)
+    judge = Judge(evidence=evidence, alpha=alpha, seed=seed, says_power=says_power)
     lines = judge.lines()
     return Certificate(
         features=evidence.features,

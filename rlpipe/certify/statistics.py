@@ -143,8 +143,8 @@ class Draws:
     def p_value(self, rng: np.random.Generator, *, max_simulations: int) -> float:
         """Return an exact p-value: twice the lesser of two tests'; 1 where there is no draw.
 
-        G sees any deviation where cells are large. Sum ln p, two-sided, sees tokens that are too likely or too
-        unlikely, however many rows they are spread over.
+        G sees any deviation where cells are large. Sum ln p, two-sided, sees tokens that are too likely or
+        too unlikely, however many rows they are spread over.
         """
         if not len(self):
             return 1.0

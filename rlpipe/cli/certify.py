@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlpipe certify",
         description="Sample a server and say whether its tokens have its model's distribution: SGLang, or "
-        "one with OpenAI's /v1/completions or /v1/chat/completions, such as vLLM. Exit status 0: no fault found; "
-        "1: a fault; 2: it cannot be judged.",
+        "one with OpenAI's /v1/completions or /v1/chat/completions, such as vLLM. Exit status 0: no fault "
+        "found; 1: a fault; 2: it cannot be judged.",
     )
     parser.add_argument("url", metavar="URL", help="http://HOST:PORT of the server")
     parser.add_argument("--model", required=True, metavar="PATH", help="the checkpoint it serves")
@@ -66,9 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one a line (four short ones)")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="the server's EAGLE-3 draft")
-    parser.add_argument(
-        "--dtype", default="", help="number format of the server (as it or config.json says)"
-    )
+    parser.add_argument("--dtype", default="", help="number format of the server (as it or config.json says)")
     parser.add_argument("--name", default="", help="of the model in requests (the first of /v1/models)")
     parser.add_argument(
         "--body", type=json.loads, default={}, metavar="JSON", help="fields of every OpenAI request"

@@ -6,7 +6,7 @@
 One chat request, sampled --turns times at temperature 1, four tokens each: the first follows the prompt, the
 others follow verify steps. Given the tokens before it, each token is one draw from the row that transformers
 computes after them in float32; a row's 63 likeliest tokens are a cell each, and all others together one.
-Scores are standard normal, by position and for all four (`tests/helpers/goodness_of_fit.py`): the largest of
+Scores are standard normal, by position and for all four (`rlpipe/certify/statistics.py`): the largest of
 five is above 4.1 once in 10,000 runs of a right engine (alpha 1e-4). Power: the same tokens, judged by the
 distribution at a temperature of 1 + 16 / sqrt(turns), must score above that.
 """
@@ -29,19 +29,21 @@ wait_passively()  # before torch is loaded: the engine decodes in this process
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
 
 from rlpipe.actors.engines import make_engine  # noqa: E402
+from rlpipe.certify.dialects import Answer  # noqa: E402
+from rlpipe.certify.evidence import draws_at, pack  # noqa: E402
+from rlpipe.certify.reference import TransformersModel, read_rows  # noqa: E402
+from rlpipe.certify.statistics import normal_score  # noqa: E402
 from rlpipe.config.rollout import EngineKind, RolloutConfig  # noqa: E402
 from rlpipe.config.run import Config, ModelConfig, RunSettings  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 from rlpipe.rollout.chat import ChatFormat  # noqa: E402
 from rlpipe.types import GenerateRequest, SamplingParams  # noqa: E402
-from tests.helpers.goodness_of_fit import PrefixLaw  # noqa: E402
 
 REQUEST = "Say hello to a friend in one short sentence."
-DEPTH, LIMIT, AT_ONCE = 4, 4.1, 32
+DEPTH, LIMIT, AT_ONCE, SIMULATIONS = 4, 4.1, 32, 500
 
 
 def sample(args: Any, prompt: np.ndarray, mode: SpecMode) -> np.ndarray:
@@ -83,11 +85,19 @@ def sample(args: Any, prompt: np.ndarray, mode: SpecMode) -> np.ndarray:
     return np.stack([result.output_ids[:DEPTH] for result in results])
 
 
-@torch.inference_mode()
-def next_logits(model: Any, sequences: np.ndarray) -> torch.Tensor:
-    """Return the logits after each of several sequences of one length, [n, V] in float64."""
-    batches = torch.as_tensor(sequences).split(64)
-    return torch.cat([model(ids).logits[:, -1].double() for ids in batches])
+def position_scores(
+    model: TransformersModel, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0
+) -> tuple[list[float], list[int]]:
+    """Return standard normal scores by position, then of their sum, and the prefixes at each position."""
+    samples = pack(0, temperature, [Answer(ids=row) for row in tokens.tolist()], tokens[:, 0])
+    samples.rows = read_rows(model, prompt.tolist(), tokens, temperature)
+    draws, rng = [draws_at([samples], position) for position in range(DEPTH)], np.random.default_rng(0)
+
+    statistics = [one.g() for one in draws]
+    simulated = [np.array([one.g(one.simulate(rng)) for _ in range(SIMULATIONS)]) for one in draws]
+    pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
+    scores = [normal_score(value, null.mean(), null.var()) for value, null in pairs]
+    return scores, [len(one.law) for one in draws]
 
 
 def main() -> int:
@@ -106,7 +116,7 @@ def main() -> int:
 
     chat = ChatFormat.from_pretrained(args.model)
     prompt = np.asarray(chat.initial([{"role": "user", "content": REQUEST}]))
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = TransformersModel(args.model, "float32")
     torch.set_num_threads(args.threads)
 
     results: dict[str, Any] = {}
@@ -115,13 +125,13 @@ def main() -> int:
         tokens = sample(args, prompt, SpecMode(mode))
         seconds = time.monotonic() - started
 
-        law = PrefixLaw.from_logits(lambda ids: next_logits(model, ids), prompt, tokens)
-        scores, wrong = law.scores(), law.scores(temperature=1 + off)
+        scores, prefixes = position_scores(model, prompt, tokens)
+        wrong, _ = position_scores(model, prompt, tokens, temperature=1 + off)
         results[mode] = {
             "largest_score": round(max(scores), 3),
             "scores": [round(score, 3) for score in scores],
             "scores_of_a_wrong_law": [round(score, 3) for score in wrong],
-            "prefixes": law.prefixes,
+            "prefixes": prefixes,
             "seconds": round(seconds, 1),
         }
         print(mode, results[mode], flush=True)

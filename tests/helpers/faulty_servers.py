@@ -1,7 +1,7 @@
 """A small server over a known distribution that drafts as SGLang does, with one fault or none.
 
-The next token depends on the two before it. The first token of an answer comes from the prompt's row, as after
-a prefill; the others from verify steps of `GAMMA` drafts.
+The next token depends on the two before it. The first token of an answer comes from the prompt's row, as
+after a prefill; the others from verify steps of `GAMMA` drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPTS = [Prompt(text=f"{a} {b}", ids=[a, b]) for a, b in ((1, 2), (3, 7), (11,
 
 @dataclass
 class MarkovModel:
-    """The reference: logits from a table [V, V, V] of the two tokens before. rounds: the server is bfloat16."""
+    """The reference: logits by the two tokens before, [V, V, V]. rounds: the server is bfloat16."""
 
     table: np.ndarray
     rounds: bool = False
@@ -65,8 +65,9 @@ class FaultyServer:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         noise = np.random.default_rng(77).standard_normal(self.model.table.shape)
-        distance = 2.0 if self.fault == "stale draft" else 0.7
-        self.draft = self.model.served() + distance * noise
+        # As drafts of real models, it is less certain than the model.
+        distance = 2.0 if self.fault == "stale draft" else 0.4
+        self.draft = 0.7 * self.model.served() + distance * noise
 
     async def sample(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> list[Answer]:
         """Continuations of a prompt, by speculative decoding."""

@@ -13,12 +13,12 @@ normal score (Wilson-Hilferty). Their sum is judged too: with one model it is th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
-import torch
+
+from rlpipe.certify.statistics import g_statistic, normal_score
 
 SIMULATIONS = 500
 
@@ -74,69 +74,13 @@ class Law:
             cell = ((models[:, i] * prefixes) + number) * self.vocab + tokens[:, i]
             counts = np.bincount(cell, minlength=row.size).reshape(-1, self.vocab)
             law, size = row.reshape(-1, self.vocab), counts.sum(1)
-            statistics.append(_g(counts, law))
-            simulated.append(np.array([_g(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)]))
+            statistics.append(g_statistic(counts, law))
+            simulated.append(
+                np.array([g_statistic(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)])
+            )
             number = number * self.vocab + tokens[:, i]
         pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
-        return [_normal_score(value, null.mean(), null.var()) for value, null in pairs]
-
-
-class PrefixLaw:
-    """Rows of a large vocabulary after the prefixes that occurred only, with the unlikely tokens in one cell.
-
-    logits: by depth, [prefixes, V] float64. tokens, rows: by depth, the token of each sequence and the index
-    of its prefix, [n].
-    """
-
-    def __init__(
-        self, logits: Sequence[torch.Tensor], tokens: Sequence[np.ndarray], rows: Sequence[np.ndarray]
-    ) -> None:
-        self._logits, self._tokens, self._rows = logits, tokens, rows
-        self.prefixes = [len(one) for one in logits]
-
-    @classmethod
-    def from_logits(
-        cls, next_logits: Callable[[np.ndarray], torch.Tensor], prompt: np.ndarray, tokens: np.ndarray
-    ) -> PrefixLaw:
-        """Compute the rows that sequences need. next_logits: of [m, T] ids to [m, V]; tokens: [n, depth]."""
-        logits, rows = [], []
-        for depth in range(tokens.shape[1]):
-            prefixes, row = np.unique(tokens[:, :depth], axis=0, return_inverse=True)
-            ids = np.concatenate((np.tile(prompt, (len(prefixes), 1)), prefixes), 1)
-            logits.append(next_logits(ids))
-            rows.append(row.reshape(-1))
-        return cls(logits, list(tokens.T), rows)
-
-    def scores(self, *, temperature: float = 1.0, cells: int = 64) -> list[float]:
-        """Return standard normal scores by depth, then of their sum. temperature: of the law judged by."""
-        rng, statistics, simulated = np.random.default_rng(0), [], []
-        for logits, tokens, row in zip(self._logits, self._tokens, self._rows, strict=True):
-            probs = (logits / temperature).softmax(-1)
-            likely = logits.topk(cells - 1).indices
-            law = torch.cat((probs.gather(1, likely), torch.zeros(len(probs), 1)), 1).numpy()
-            law[:, -1] = 1 - law.sum(1)
-
-            matches = likely.numpy()[row] == tokens[:, None]
-            cell = np.where(matches.any(1), matches.argmax(1), cells - 1)
-            counts = np.bincount(row * cells + cell, minlength=law.size).reshape(law.shape)
-            size = counts.sum(1)
-            statistics.append(_g(counts, law))
-            simulated.append(np.array([_g(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)]))
-
-        pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
-        return [_normal_score(value, null.mean(), null.var()) for value, null in pairs]
-
-
-def _g(counts: np.ndarray, law: np.ndarray) -> float:
-    expected = counts.sum(1, keepdims=True) * law
-    seen = counts > 0
-    return 2 * float((counts[seen] * np.log(counts[seen] / expected[seen])).sum())
-
-
-def _normal_score(statistic: float, mean: float, variance: float) -> float:
-    freedom = 2 * mean**2 / variance
-    spread = 2 / (9 * freedom)
-    return (math.cbrt(statistic / mean) - (1 - spread)) / math.sqrt(spread)
+        return [normal_score(value, null.mean(), null.var()) for value, null in pairs]
 
 
 def _number(prefix: Sequence[int], vocab: int) -> int:
@@ -144,8 +88,3 @@ def _number(prefix: Sequence[int], vocab: int) -> int:
     for token in prefix:
         number = number * vocab + token
     return number
-
-
-def normal_quantile(alpha: float) -> float:
-    """z with Pr(N(0, 1) > z) = alpha."""
-    return -torch.special.ndtri(torch.tensor(alpha, dtype=torch.float64)).item()

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.certify.statistics import normal_quantile
 from rlpipe.types import SpecCounts
 from tests.helpers.cli import ROOT
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import generate, request, transformers_logits
-from tests.helpers.goodness_of_fit import normal_quantile
 from tests.helpers.sglang import GAMMA, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.integration.test_sglang_engine import prompts

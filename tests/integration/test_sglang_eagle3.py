@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpipe.certify.statistics import normal_quantile
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import PREFIX
 from rlpipe.config.rollout import RolloutConfig
@@ -28,7 +29,7 @@ from tests.helpers.cli import ROOT, SMALL, prompt_states, run
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.eagle3_drafts import random_draft, write_random_draft
 from tests.helpers.engines import generate, recomputed, request, transformers_logits
-from tests.helpers.goodness_of_fit import Law, normal_quantile
+from tests.helpers.goodness_of_fit import Law
 from tests.helpers.sglang import GAMMA, configured, lossy, needs_sglang, perturbed, repaired, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from rlpipe.certify.statistics import normal_quantile
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_weights
@@ -12,7 +13,6 @@ from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, request, running_engine, transformers_logits, worst_logprob_error
-from tests.helpers.goodness_of_fit import normal_quantile
 from tests.helpers.sglang import GAMMA, only_mtp
 from tests.helpers.trainers import trainer_logprobs
 

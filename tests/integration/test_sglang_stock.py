@@ -6,12 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from rlpipe.certify.statistics import g_statistic, normal_quantile, normal_score
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.embedded import EmbeddedEngine
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import request, transformers_logits
-from tests.helpers.goodness_of_fit import Law, _g, _normal_score, normal_quantile
+from tests.helpers.goodness_of_fit import Law
 from tests.helpers.sglang import GAMMA, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.integration.test_sglang_engine import acceptance, depth_scores
@@ -103,6 +104,6 @@ def test_first_tokens_have_the_targets_law_and_that_of_stock(played):
     table = table[:, table.sum(0) > 0]
     pooled = table.sum(0, keepdims=True) / table.sum()
     freedom = table.shape[1] - 1
-    score = _normal_score(_g(table, pooled), freedom, 2 * freedom)
+    score = normal_score(g_statistic(table, pooled), freedom, 2 * freedom)
     print("plugin against stock, score", round(score, 2), "degrees of freedom", freedom)
     assert score < normal_quantile(ALPHA)

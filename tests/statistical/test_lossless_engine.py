@@ -27,6 +27,7 @@ import pytest
 import torch
 
 import rlpipe.rollout.embedded.drafting as drafting
+from rlpipe.certify.statistics import normal_quantile
 from rlpipe.config.draft_vocab import write_table
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded.decoder import Decoder
@@ -35,7 +36,7 @@ from rlpipe.spec.sampling import sample_cdf
 from tests.helpers.driven_engine import RandomGamma, driven_engine
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import request, transformers_logits
-from tests.helpers.goodness_of_fit import Law, normal_quantile
+from tests.helpers.goodness_of_fit import Law
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.wrong_tree_verifiers import TREE_MUTANTS
 from tests.helpers.wrong_verifiers import BLOCK_MUTANTS, bonus_from_draft, resample_from_target

@@ -1,0 +1,137 @@
+"""What does `rlpipe certify` say of SGLang, with and without rlpipe's plugin, and of transformers' server?
+
+    python scripts/bench/certificates.py --json OUT [--model shipped:models/tiny] [--samples 4000]
+        [--servers plain stock stock_greedy plugin transformers transformers_sampling]
+
+| server                | what runs                                                                        |
+| plain                 | stock SGLang without drafts                                                      |
+| stock                 | stock SGLang with MTP drafts, verified by rejection sampling                     |
+| stock_greedy          | stock SGLang with MTP drafts as it does by default: the draft's argmax           |
+| plugin                | as stock, with rlpipe's plugin                                                   |
+| transformers          | `transformers serve` with its defaults                                           |
+| transformers_sampling | the same, with sampling switched on in every request                             |
+
+Each is certified by the command, in this process, with its defaults. The exit status is 1 where a server of
+SGLang fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from rlpipe.config.openmp import wait_passively  # noqa: E402
+
+wait_passively()
+
+from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
+
+from rlpipe.cli.certify import main as certify  # noqa: E402
+from rlpipe.config.paths import resolve_model  # noqa: E402
+from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
+from tests.helpers.certified import address, transformers_server  # noqa: E402
+
+SGLANG = {"plain": "none", "stock": "rejection", "stock_greedy": "target_only", "plugin": "rejection"}
+SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
+
+
+@contextmanager
+def sglang(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
+    """Arguments of the command for a server of SGLang."""
+    config = RolloutConfig(
+        engine=EngineKind.SGLANG,
+        device="cpu",
+        dtype=Dtype(args.dtype),
+        max_running=32,
+        max_context=256,
+        threads=args.threads,
+    )
+    config.sglang.plugin = name == "plugin"
+    config.sglang.python = args.sglang_python
+    spec = SpecConfig(mode=SGLANG[name], gamma=3)
+    engine = SglangEngine(config, spec, resolve_model(args.model), log_dir=folder)
+    try:
+        url, key = address(engine)
+        yield [url, "--key", key]
+    finally:
+        engine.close()
+
+
+@contextmanager
+def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
+    """Arguments of the command for `transformers serve`."""
+    model = resolve_model(args.model)
+    with transformers_server(model, folder / "transformers.log") as url:
+        body = ["--body", json.dumps(SAMPLING)] if name == "transformers_sampling" else []
+        yield [url, "--name", str(model), *body]
+
+
+def main() -> int:
+    """Certify every server and write what was said; return 1 where it is not what it should be."""
+    parser = bench_parser(__doc__, repeats=None)
+    parser.add_argument("--model", default="shipped:models/tiny")
+    parser.add_argument("--servers", nargs="+", default=[*SGLANG, "transformers", "transformers_sampling"])
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--text-samples", type=int, default=1000, help="of servers that take one at a time")
+    parser.add_argument("--dtype", default="float32", help="of SGLang's servers")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sglang-python", default="", help="as rollout.sglang.python")
+    args = parser.parse_args()
+    load, results = load_average(), {}
+
+    for name in args.servers:
+        start = sglang if name in SGLANG else transformers
+        samples = args.samples if name in SGLANG else args.text_samples
+        with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:
+            out = Path(folder) / "certificate.json"
+            began = time.monotonic()
+            status = certify(
+                [*arguments, "--model", args.model, "--samples", str(samples), "--json", str(out)]
+            )
+            seconds = time.monotonic() - began
+            found = json.loads(out.read_text()) if out.exists() else {}
+        results[name] = {"status": status, "minutes": round(seconds / 60, 1), **shortened(found)}
+
+    write_result(
+        args.json,
+        {
+            "question": "what certificates say of servers",
+            **provenance(args, load, packages=("torch", "transformers")),
+            "cpu_threads": os.environ.get("OMP_NUM_THREADS", ""),
+            "results": results,
+        },
+    )
+    return int(any(results[name]["status"] for name in args.servers if name in SGLANG))
+
+
+def shortened(found: dict[str, Any]) -> dict[str, Any]:
+    """Return of a certificate what the page shows."""
+    if not found:
+        return {}
+    return {
+        "summary": found["summary"],
+        "dialect": found["features"]["dialect"],
+        "samples": found["about"]["samples"],
+        "lines": {
+            line["name"]: {key: line[key] for key in ("passed", "p", "seen", "power")}
+            for line in found["lines"]
+        },
+        "causes": [cause["name"] for cause in found["causes"]],
+        "seconds": found["seconds"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Servers that nobody here wrote, on the CPU, for certificates: their addresses, keys and lifetimes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from rlpipe.rollout.sglang import SglangEngine
+from rlpipe.rollout.sglang.server import pick_port
+from tests.helpers.cli import ROOT
+
+START_SECONDS = 180
+
+
+def address(engine: SglangEngine) -> tuple[str, str]:
+    """URL and key of the server that an engine started."""
+    client = engine._http
+    return client._url, client._client.headers["Authorization"].removeprefix("Bearer ")
+
+
+@contextmanager
+def transformers_server(model: Path, log: Path) -> Iterator[str]:
+    """`transformers serve`, from SGLang's environment, which has all that it needs; its URL."""
+    python = Path(os.environ.get("RLPIPE_SGLANG_VENV", ROOT / ".venv-sglang")) / "bin" / "python"
+    port = pick_port("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{port}"
+    command = [python, "-c", "from transformers.cli.transformers import main; main()", "serve", model]
+    command += ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=output, env=environment, cwd=log.parent
+        )
+        try:
+            _wait_until_it_answers(url, server, log)
+            yield url
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _wait_until_it_answers(url: str, server: subprocess.Popen, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        assert server.poll() is None, log.read_text()[-2000:]
+        try:
+            if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.3)
+    raise AssertionError(f"no answer within {START_SECONDS} s:\n{log.read_text()[-2000:]}")
