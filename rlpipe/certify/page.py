@@ -35,7 +35,7 @@ def explain(certificate: Certificate) -> str:
         f"{certificate.alpha / len(STATISTICAL):g} for each of the {len(STATISTICAL)} statistical lines). p "
         "is the probability that a right server gives samples as unusual as these. 'Would see' is the "
         "smallest fault that these samples find with the stated probability (power); four times as many "
-        "samples see one half as large. The other lines compare numbers, with what rounding moves as the tolerance."
+        "samples see one half as large. The other lines compare numbers, within what rounding moves."
     )
 
 
