@@ -72,8 +72,7 @@ def sglang(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
 @contextmanager
 def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
     """Arguments of the command for `transformers serve`."""
-    model = resolve_model(args.model)
-    with transformers_server(model, folder / "transformers.log") as url:
+    with transformers_server(resolve_model(args.model), folder) as (url, model):
         body = ["--body", json.dumps(SAMPLING)] if name == "transformers_sampling" else []
         yield [url, "--name", str(model), *body]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlpipe.rollout.sglang import SglangEngine
 from rlpipe.rollout.sglang.server import pick_port
@@ -25,8 +28,12 @@ def address(engine: SglangEngine) -> tuple[str, str]:
 
 
 @contextmanager
-def transformers_server(model: Path, log: Path) -> Iterator[str]:
-    """`transformers serve`, from SGLang's environment, which has all that it needs; its URL."""
+def transformers_server(model: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """`transformers serve`, from SGLang's environment, which has all that it needs; URL and checkpoint.
+
+    folder: for its log, and a copy of the checkpoint that names a class of transformers.
+    """
+    model, log = plain_copy(model, folder / "model"), folder / "transformers.log"
     python = Path(os.environ.get("RLPIPE_SGLANG_VENV", ROOT / ".venv-sglang")) / "bin" / "python"
     port = pick_port("127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}"
@@ -40,10 +47,19 @@ def transformers_server(model: Path, log: Path) -> Iterator[str]:
         )
         try:
             _wait_until_it_answers(url, server, log)
-            yield url
+            yield url, model
         finally:
             server.terminate()
             server.wait(30)
+
+
+def plain_copy(model: Path, copy: Path) -> Path:
+    """A checkpoint whose config names the class that transformers has for its type."""
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 def _wait_until_it_answers(url: str, server: subprocess.Popen, log: Path) -> None:

@@ -15,37 +15,38 @@ NOT_JUDGED = {"later tokens", "acceptance", "log-probabilities"}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def server(tmp_path_factory):
+    """URL and checkpoint."""
     needs_sglang()
-    with transformers_server(shipped("models/tiny"), tmp_path_factory.mktemp("log") / "server.log") as served:
+    with transformers_server(shipped("models/tiny"), tmp_path_factory.mktemp("served")) as served:
         yield served
 
 
-def certify(url, folder, *options):
+def certify(server, folder, *options):
     """Exit status and JSON of a certificate, and its page."""
-    path = str(shipped("models/tiny"))
+    url, path = map(str, server)
     out, page = folder / "certificate.json", folder / "certificate.html"
     status = main([url, "--model", path, "--name", path, "--json", str(out), "--out", str(page), *options])
     return status, json.loads(out.read_text()), page.read_text()
 
 
-def test_with_sampling_on_its_first_tokens_are_right_and_the_rest_is_said_to_be_left(url, tmp_path):
-    status, found, page = certify(url, tmp_path, "--samples", "200", "--body", json.dumps(SAMPLING))
+def test_with_sampling_on_its_first_tokens_are_right_and_the_rest_is_said_to_be_left(server, tmp_path):
+    status, found, page = certify(server, tmp_path, "--samples", "200", "--body", json.dumps(SAMPLING))
     assert status == 0, found["summary"]
     assert {line["name"] for line in found["lines"] if line["passed"] is None} == NOT_JUDGED
     assert "not judged: the server returns no token ids" in page
 
 
-def test_by_default_it_does_not_sample_and_the_certificate_says_so(url, tmp_path):
+def test_by_default_it_does_not_sample_and_the_certificate_says_so(server, tmp_path):
     """transformers 5 decodes greedily at any temperature unless generation_config has do_sample."""
-    status, found, _ = certify(url, tmp_path, "--samples", "100")
+    status, found, _ = certify(server, tmp_path, "--samples", "100")
     assert status == 1
     assert [cause["name"] for cause in found["causes"]] == ["no sampling"]
 
 
-def test_a_cut_in_the_request_is_named(url, tmp_path):
+def test_a_cut_in_the_request_is_named(server, tmp_path):
     cut = {"generation_config": json.dumps({"do_sample": True, "top_k": 3})}
-    status, found, _ = certify(url, tmp_path, "--samples", "400", "--body", json.dumps(cut))
+    status, found, _ = certify(server, tmp_path, "--samples", "400", "--body", json.dumps(cut))
     assert status == 1
     assert [cause["name"] for cause in found["causes"]] == ["truncated"]
 
