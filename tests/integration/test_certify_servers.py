@@ -44,13 +44,6 @@ def test_by_default_it_does_not_sample_and_the_certificate_says_so(server, tmp_p
     assert [cause["name"] for cause in found["causes"]] == ["no sampling"]
 
 
-def test_a_cut_in_the_request_is_named(server, tmp_path):
-    cut = {"generation_config": json.dumps({"do_sample": True, "top_k": 3})}
-    status, found, _ = certify(server, tmp_path, "--samples", "400", "--body", json.dumps(cut))
-    assert status == 1
-    assert [cause["name"] for cause in found["causes"]] == ["truncated"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

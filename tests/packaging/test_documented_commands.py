@@ -61,7 +61,7 @@ NOT_RUN = {
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
     "rlpipe fetch smollm2": "needs the package index; test_real_model runs it",
-    "rlpipe certify": "needs a server; test_certify_servers certifies three",
+    "rlpipe certify": "needs a server; test_certify_servers certifies one",
     "rlpipe draft-vocab": "takes a model and a run; test_draft_vocab_command runs it",
     "python -m recipes.smollm_rl.seeds": "half an hour; test_real_model runs two steps",
     "python -m recipes.seeds": "minutes for each seed; test_game_recipes plays the runs in short",
