@@ -80,7 +80,10 @@ class Features:
 class Dialect(Protocol):
     """A way to ask for samples: a path, a body, and how the answers are read."""
 
-    path: str
+    @property
+    def path(self) -> str:
+        """Return the path of requests."""
+        ...
 
     def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
         """Return the request for `count` samples."""
@@ -227,10 +230,10 @@ class Server:
         """Return an SGLang server that answers `/server_info`, or None."""
         try:
             info = await client.read("/server_info")
-        except (ServerError, ValueError):
-            return None
         except ServerUnreachable as error:
             raise ValueError(f"{error}: start the server, or check the address.") from None
+        except (ServerError, ValueError):
+            return None
         if not isinstance(info, dict) or "speculative_algorithm" not in info:
             return None
 
