@@ -87,8 +87,8 @@ DEEPSEEK = (
 )
 SAID = {  # of a trainer rank, in the text
     "+recipe=swe_rl model.path=models/Qwen3-32B spec.mode=none cluster=many_nodes rollout=sglang": 83.3,
-    f"{DEEPSEEK} trainer.pp=2": 139.8,
-    f"{DEEPSEEK} trainer.dp=16 trainer.ep=16": 141.9,
+    f"{DEEPSEEK} trainer.pp=2": 118.1,
+    f"{DEEPSEEK} trainer.dp=16 trainer.ep=16": 119.5,
 }
 WALKS = re.findall(r"^scripts/doctor ([^\n]+)$.*?^> ([^\n]+)$", TEXT, re.M | re.S)
 
