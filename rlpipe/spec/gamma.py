@@ -23,7 +23,7 @@ def rare_sizes(sizes: Sequence[int]) -> list[int]:
     A step of a size between runs as the next larger one: at most a third of its rows are then empty.
 
     >>> rare_sizes([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
-    [1, 2, 3, 4, 5, 7, 10, 14, 16]
+    [1, 2, 3, 4, 6, 8, 12, 16]
     """
     kept = [*sizes[-1:]]
     while smaller := [size for size in sizes if size < kept[-1]]:

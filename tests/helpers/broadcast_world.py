@@ -8,6 +8,7 @@ import contextlib
 import pickle
 import random
 import types
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.replica import DesiredWeights, Replica
 from rlpipe.rollout.sglang.updates import Updates
 from rlpipe.weights import canary, process_group, sender
-from rlpipe.weights.offer import Rendezvous
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.offer import Checksums, Rendezvous
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.session import WeightSession
 from rlpipe.weights.sync import WeightSync
@@ -44,6 +46,26 @@ FAULTS = ("none", "die", "hang", "deaf", "no join", "stuck", "raise", "resume")
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.full((2,), float(version)) for name in NAMES}
+
+
+def sums_of(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """In place of hashes: the first element of each tensor."""
+    return {name: str(float(tensor[0])) for name, tensor in weights.items()}
+
+
+class FirstElements:
+    """`BucketChecksums` of one rank, by `sums_of`."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._sums: dict[str, str] = {}
+
+    def add(self, bucket: Bucket) -> None:
+        """Add a bucket."""
+        self._sums |= sums_of(dict(bucket))
+
+    def result(self) -> Checksums:
+        """The sums of all buckets."""
+        return Checksums(ranks=[self._sums])
 
 
 class Call:
@@ -351,11 +373,8 @@ class World:
         monkeypatch.setattr(WeightSession, "checkpoint", lambda _, weights: self.checkpoint(weights))
         monkeypatch.setitem(TRANSPORTS, WeightTransfer.COLLECTIVE, TensorTransport)
 
-        def sums(weights: Any, *_: Any, **__: Any) -> Any:
-            return [{name: str(float(tensor[0])) for name, tensor in weights.items()}]
-
-        monkeypatch.setattr(canary, "rank_fingerprints", sums)
-        monkeypatch.setattr(sender, "rank_fingerprints", sums)
+        monkeypatch.setattr(canary, "rank_fingerprints", lambda weights, *_, **__: [sums_of(weights)])
+        monkeypatch.setattr(sender, "BucketChecksums", FirstElements)
 
     async def play(self, refits: int, limit: float) -> list[float]:
         """So many refits, with faults in each; how long each took. Raises what a run would end of."""
