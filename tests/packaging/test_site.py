@@ -116,7 +116,7 @@ def test_a_browser_asks_no_other_host_and_the_search_works(site: Path) -> None:
             assert page.evaluate(broken) == [], name
         page.goto(here)
         page.fill("input[name=query]", "staleness")
-        page.wait_for_selector(".md-search-result__item a", timeout=20_000)
+        page.wait_for_selector(".md-search-result__item a", timeout=90_000)
         server.shutdown()
     assert errors == []
     assert len(asked) > 20
