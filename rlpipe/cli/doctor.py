@@ -149,7 +149,8 @@ def check_fit() -> Finding:
 
 def pins_file() -> str:
     """Return the name of the file of tested versions for this machine, as scripts/lib/setup.sh chooses it."""
-    return "constraints_gpu.txt" if shutil.which("nvidia-smi") else "constraints.txt"
+    pins = os.environ.get("RLPIPE_PINS") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
+    return "constraints_gpu.txt" if pins == "gpu" else "constraints.txt"
 
 
 def installed(name: str) -> str:
