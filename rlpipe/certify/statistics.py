@@ -38,13 +38,6 @@ def normal_score(statistic: float, mean: float, variance: float) -> float:
     return (math.cbrt(statistic / mean) - (1 - spread)) / math.sqrt(spread)
 
 
-def g_statistic(counts: np.ndarray, law: np.ndarray) -> float:
-    """Compute G = 2 sum observed * ln(observed / expected). counts, law: [rows, cells]."""
-    expected = counts.sum(1, keepdims=True) * law
-    seen = counts > 0
-    return 2 * float((counts[seen] * np.log(counts[seen] / expected[seen])).sum())
-
-
 def monte_carlo_p(
     observed: Sequence[float], simulate: Callable[[], Sequence[float]], *, max_simulations: int
 ) -> float:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rlpipe.certify.statistics import g_statistic, normal_quantile, normal_score
+from rlpipe.certify.statistics import normal_quantile, normal_score
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.embedded import EmbeddedEngine
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import request, transformers_logits
-from tests.helpers.goodness_of_fit import Law
+from tests.helpers.goodness_of_fit import Law, g_statistic
 from tests.helpers.sglang import GAMMA, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.integration.test_sglang_engine import acceptance, depth_scores

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rlpipe.certify.statistics import Draws, combined_p, fisher_p, g_statistic, monte_carlo_p, permutation_p
+from rlpipe.certify.statistics import Draws, combined_p, fisher_p, monte_carlo_p, permutation_p
+from tests.helpers.goodness_of_fit import g_statistic
 
 pytestmark = pytest.mark.unit
 
