@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +87,7 @@ def _certify(options: argparse.Namespace) -> Certificate:
     from rlpipe.certify.own_draft import own_draft
     from rlpipe.certify.reference import TransformersModel
     from rlpipe.certify.run import Sizes, collect, judge
+    from rlpipe.cli.main import version
     from rlpipe.config.paths import resolve_model
 
     path = resolve_model(options.model, "--model")
@@ -129,7 +129,7 @@ def _certify(options: argparse.Namespace) -> Certificate:
         "dtype": certificate.features.dtype,
         "fields": json.dumps(options.body),
         "date": time.strftime("%Y-%m-%d"),
-        "rlpipe": _version(),
+        "rlpipe": version(),
     }
     return certificate
 
@@ -195,10 +195,3 @@ def _stored_dtype(path: Path) -> str:
 
     config: dict[str, Any] = read_config(path)
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-
-
-def _version() -> str:
-    try:
-        return version("rlpipe")
-    except PackageNotFoundError:
-        return "a checkout"

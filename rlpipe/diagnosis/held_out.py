@@ -34,17 +34,20 @@ class HeldOut:
 
 def splits(*runs: RunData) -> list[str]:
     """Return the held-out sets other than the one reported as val/reward."""
-    names = {n.split("/")[1] for r in runs for n in r.names() if n.startswith("val/") and n.count("/") == 2}
+    names = _all_splits(*runs)
     rewards = {name: [run.series(f"val/{name}/reward") for run in runs] for name in names}
     return sorted(name for name in names if rewards[name] != [run.series(PRIMARY) for run in runs])
 
 
 def primary_split(run: RunData) -> str:
     """Return the name of the held-out set that val/reward reports; "" when it is the only one, or unnamed."""
-    names = {n.split("/")[1] for n in run.names() if n.startswith("val/") and n.count("/") == 2}
     others = splits(run)
-    primary = sorted(names.difference(others))
+    primary = sorted(_all_splits(run).difference(others))
     return primary[0] if others and primary else ""
+
+
+def _all_splits(*runs: RunData) -> set[str]:
+    return {n.split("/")[1] for r in runs for n in r.names() if n.startswith("val/") and n.count("/") == 2}
 
 
 def held_out_sets(run: RunData) -> list[HeldOut]:

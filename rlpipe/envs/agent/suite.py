@@ -1,9 +1,9 @@
-"""Tasks of a data set for an agent, graded by reward functions: `env=agent agent.run=my_agent.py:solve`.
+"""Tasks of a data set for an agent, graded by reward functions: `env=agent env.agent.run=my_agent.py:solve`.
 
     run_agent(address) -> the agent calls the endpoint until it is done -> answer --step--> reward
 
 An instance is a row, as of the environment `function`, and the answer is scored as there. The agent gets the
-prompt and the columns of the row except those that the reward reads: the right answer stays in this process.
+prompt and the columns of the row except those that the reward reads: it is not handed the right answer.
 """
 
 from __future__ import annotations
