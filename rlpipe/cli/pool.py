@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.do == "list":
         for worker in json.loads((place / "workers.json").read_text()):
             state = "leaves" if worker["leaving"] else "serves"
-            print(f"rollout worker {worker['worker']}: {state}, plays {worker['playing']}")
+            print(f"rollout worker {worker['worker']}: {state}, {worker['playing']} groups in flight")
         return 0
 
     # The run reads the request from its folder and answers in another file.
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--count", type=_positive, default=1)
         if name == "drain":
             command.add_argument("worker", type=int, help="its number, as `list` shows it")
-            command.add_argument("--grace", type=float, default=60.0, help="seconds for what it plays")
+            command.add_argument("--grace", type=float, default=60.0, help="seconds to finish running work")
 
     return parser
 

@@ -180,11 +180,12 @@ def _weighted(name: str, value: Any) -> Weighted:
 
 @dataclass(slots=True, kw_only=True)
 class FunctionTask:
-    """What the environment `function` is made of.
-
-    data: its rows. reward: see `weighted_rewards`. model: the model whose tokenizer counts tokens.
-    """
+    """The environment `function`; filled from the settings `data`, `reward` and `model.path`."""
 
     data: DataConfig = field(default_factory=DataConfig)
+
     reward: Any = None
+    """The setting `reward`."""
+
     model: str = ""
+    """Checkpoint with the tokenizer that counts tokens: `model.path`."""

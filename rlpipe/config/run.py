@@ -177,14 +177,14 @@ class ClusterConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Config:
-    """A run. `recipe` is the name of the YAML that set it up; see the component dataclasses.
-
-    reward: of the environment `function`: my_reward.py:score, a ready one by its name, a list of these, or a
-    mapping to weights, as in {my_reward.py:score: 0.7, exact_match: 0.3}.
-    """
+    """A run; its components have dataclasses of their own."""
 
     recipe: str = ""
+    """Name of the recipe; groups runs in W&B."""
+
     task: Task = Task.RL
+    """See `Task`."""
+
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
@@ -198,6 +198,9 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: Any = None
+    """Rewards of the environment `function`: my_reward.py:score, a built-in one by its name, a list of these,
+    or a mapping to weights, as in {my_reward.py:score: 0.7, exact_match: 0.3}."""
+
     injection: InjectionConfig = field(default_factory=InjectionConfig)
     val: ValConfig = field(default_factory=ValConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -179,7 +179,7 @@ def rollout_speed(r: Any) -> str:
             [cell, ratios.get("none / transformers", ""), ratios["rejection / none"], f"{length:.2f}"]
         )
     head = ["workload", "without drafts, against transformers", "drafts against none", "acceptance length"]
-    text = "`fixed` decodes 128 tokens a prompt; `turns` plays real turns of about ten tokens. One thread. "
+    text = "`fixed` decodes 128 tokens a prompt; `turns` runs real turns of about ten tokens. One thread. "
     fixed = [row for row in rows if row[0].startswith("fixed")]
     return f"{table(head, rows)}\n\n{text}" + goal(
         all(row[1] >= 1.5 for row in fixed), "1.5 times transformers"
@@ -193,7 +193,7 @@ def acceptance(r: Any) -> str:
     temperatures = list(dict.fromkeys(name.split(" T=")[1] for name in cells))
     rows = [[rule, *(pm(cells[f"{rule} T={t}"]["length"], 3) for t in temperatures)] for rule in rules]
     return table(["acceptance length", *(f"T = {t}" for t in temperatures)], rows) + (
-        "\n\nOf 4 possible (three drafts and one token of the model), the shipped model at home."
+        "\n\nOf 4 possible (three drafts and one token of the model), the shipped model on its own tasks."
     )
 
 
@@ -212,7 +212,7 @@ def drafters(r: Any) -> str:
     ]
     head = ["acceptance length, speed against no drafts", *names.values()]
     return table(head, rows) + (
-        "\n\nThe MTP layer was trained on SWE turns and knows nothing of the reasoning tasks. A value "
+        "\n\nThe MTP layer was trained on SWE turns and not on the reasoning tasks. A value "
         "below 1 is a loss."
     )
 
@@ -309,9 +309,9 @@ def sglang_turns(r: Any) -> str:
     ratios = [now / then for now, then in zip(speeds["now"], speeds["before"], strict=True)]
     used = {arm: sum(cpu.values()) for arm, cpu in turns["cpu_ms_per_1000_tokens"].items()}
     lines = [
-        f"64 trajectories, {turns['tokens_a_turn']:.0f} tokens a turn, {len(ratios)} plays: "
+        f"64 trajectories, {turns['tokens_a_turn']:.0f} tokens a turn, {len(ratios)} runs: "
         f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} times the tokens per second of {before}, and "
-        f"{used['now']:.0f} ms of processor time per 1,000 tokens in place of {used['before']:.0f}, server "
+        f"{used['now']:.0f} ms of processor time per 1,000 tokens instead of {used['before']:.0f}, server "
         "and worker. " + goal(min(ratios) >= 1.3, "1.3 times in each")
     ]
     cells = r["results"]["answers"]
@@ -390,7 +390,7 @@ def eagle3(r: Any) -> str:
     labels = {
         "eagle3": "all of it",
         "no_test": "without the training-time test",
-        "top": "features of the top layer alone",
+        "top": "features of the top layer only",
         "small_vocab": "a reduced vocabulary",
     }
     cell = r["table"]["swe.held_instances"]
@@ -501,9 +501,9 @@ def gpu_verify(r: Any) -> str:
 
     ours, theirs = rows["ours, in a CUDA graph"], rows["sglang, in a CUDA graph"]
     return table(
-        ["batch", "ours, microseconds", "SGLang's"], ([b, text(ours[b]), text(theirs[b])] for b in ours)
+        ["batch", "rlpipe, microseconds", "SGLang's"], ([b, text(ours[b]), text(theirs[b])] for b in ours)
     ) + (
-        "\n\nIn a CUDA graph. Called from Python ours takes "
+        "\n\nIn a CUDA graph. Called from Python rlpipe's takes "
         f"{text(rows['ours, called from Python'])} and SGLang's {text(rows['sglang, called from Python'])}."
     )
 
@@ -634,7 +634,7 @@ def greedy_equals(r: Any) -> str:
     texts = []
     for name, result in r["results"].items():
         gaps = [one["logit_gap"] for one in result["different"]]
-        beside = f" (where they part, the two best logits differ by at most {max(gaps):.1e})" if gaps else ""
+        beside = f" (where not, the two best logits differ by at most {max(gaps):.1e})" if gaps else ""
         label = {"none": "without drafts"}.get(name, f"with {name}")
         texts.append(f"{label} {result['equal']} of {result['prompts']} prompts are equal{beside}")
     held = all(result["equal"] == result["prompts"] for result in r["results"].values())

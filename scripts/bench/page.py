@@ -1,9 +1,10 @@
-"""Writes docs/benchmarks.md, and the figures in other documents, from the committed results.
+"""Writes the benchmark pages, and the figures in other documents, from the committed results.
 
 Every figure is computed from a JSON under scripts/bench/results or recipes/; `figures.toml` says per question
-which file, command and date, and how its answer reads. Other documents hold blocks between
-`<!-- figure NAME -->` and `<!-- end -->`, which are filled with the answer of that name. A test fails when a
-page is not what this script writes, or when a result has no entry.
+which file, command and date, and how its answer reads. docs/developer/benchmark_log.md has all of them,
+docs/benchmarks.md those marked `summary`. Other documents hold blocks between `<!-- figure NAME -->` and
+`<!-- end -->`, which are filled with the answer of that name. A test fails when a page is not what this
+script writes, or when a result has no entry.
 
     python scripts/bench/page.py [--check]
 """
@@ -27,14 +28,21 @@ sys.path.insert(0, str(HERE))
 import answers  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+LOG = ROOT / "docs" / "developer" / "benchmark_log.md"
 BLOCK = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """# Benchmarks
 
-The latest figure per question, with the command that makes it and the date it was taken.
-`scripts/bench/page.py` writes this page from the JSON files that the commands leave: to change it, edit
-[figures.toml](../scripts/bench/figures.toml). Each JSON names the commit, the versions and the load of the
+What was measured, with its conditions. "Two cores" are two cores of a virtual machine, on which the same run
+can differ by a tenth. A goal that was missed is marked. Each answer links to its command and result file in
+the [full log](developer/benchmark_log.md), which also has the smaller questions.
+"""
+LOG_HEAD = """# Benchmark log
+
+The latest figure per question, with its command and date. `scripts/bench/page.py` writes this page and its
+[summary](../benchmarks.md) from the JSON files that the commands leave: to change it, edit
+[figures.toml](../../scripts/bench/figures.toml). Each JSON names the commit, the versions and the load of the
 machine. "Two cores" are two cores of a virtual machine, on which the same run can differ by a tenth. A goal
-that was missed says so.
+that was missed is marked.
 """
 
 
@@ -51,6 +59,7 @@ class Figure:
     text: str = ""
     answer: str = ""
     name: str = ""
+    summary: bool = False
 
     @property
     def result(self) -> Any:
@@ -63,12 +72,24 @@ class Figure:
         return self.text.format(r=self.result) if self.text else getattr(answers, self.answer)(self.result)
 
     @property
-    def section(self) -> str:
-        """Question, answer, source and command."""
+    def conditions(self) -> str:
+        """Date and machine of the result."""
         result = self.result
         date = result.get("date", self.date) if isinstance(result, dict) else self.date
-        source = f"{date}, {self.machine}: [{Path(self.file).name}](../{self.file})"
+        return f"{date}, {self.machine}"
+
+    @property
+    def section(self) -> str:
+        """Question, answer, source and command."""
+        source = f"{self.conditions}: [{Path(self.file).name}](../../{self.file})"
         return f"### {self.question}\n\n{self.markdown}\n\n{source}\n\n```bash\n{self.command}\n```\n"
+
+    @property
+    def short_section(self) -> str:
+        """Question, answer, and a link to the full section in the log."""
+        anchor = re.sub(r"[^\w\- ]", "", self.question.lower()).replace(" ", "-")
+        source = f"{self.conditions} ([command](developer/benchmark_log.md#{anchor}))"
+        return f"### {self.question}\n\n{self.markdown}\n\n{source}\n"
 
 
 FIGURES = [Figure(**entry) for entry in tomllib.loads((HERE / "figures.toml").read_text())["figure"]]
@@ -81,10 +102,19 @@ def results() -> list[str]:
 
 
 def page() -> str:
-    """The whole page of benchmarks."""
-    parts = [HEAD]
+    """The full log of benchmarks."""
+    parts = [LOG_HEAD]
     for group, figures in groupby(FIGURES, key=lambda figure: figure.group):
         parts += [f"## {group}\n", *(figure.section for figure in figures)]
+    return "\n".join(parts)
+
+
+def summary() -> str:
+    """The page of the main figures."""
+    parts = [HEAD]
+    chosen = [figure for figure in FIGURES if figure.summary]
+    for group, figures in groupby(chosen, key=lambda figure: figure.group):
+        parts += [f"## {group}\n", *(figure.short_section for figure in figures)]
     return "\n".join(parts)
 
 
@@ -96,10 +126,11 @@ def filled(text: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every document that this script writes or fills in, with what it should say."""
-    recipes = (ROOT / "recipes").glob("*/README.md")
-    sources = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(recipes)]
-    texts = {path: path.read_text() for path in sources if path != PAGE}
-    return {path: filled(text) for path, text in texts.items() if BLOCK.search(text)} | {PAGE: page()}
+    recipes = (ROOT / "recipes").glob("*/*.md")
+    sources = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(recipes)]
+    texts = {path: path.read_text() for path in sources if path not in (PAGE, LOG)}
+    blocks = {path: filled(text) for path, text in texts.items() if BLOCK.search(text)}
+    return blocks | {PAGE: summary(), LOG: page()}
 
 
 def main() -> None:

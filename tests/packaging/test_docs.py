@@ -49,6 +49,21 @@ def test_a_broken_link_is_found(tmp_path):
     assert list(broken_links(page)) == ["page.md#two", "gone.md"]
 
 
+def long_pages(folder):
+    """Pages of a folder with more than 1,800 words, other than reference and developer notes."""
+    pages = [*(folder / "docs").glob("*.md"), *folder.glob("recipes/*/README.md")]
+    long = [page.name for page in pages if len(page.read_text().split()) > 1800]
+    return [name for name in long if name != "metrics.md"]
+
+
+def test_no_page_but_reference_is_long(tmp_path):
+    assert long_pages(ROOT) == []
+    assert len((ROOT / "README.md").read_text().split()) <= 2200
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("word " * 1801)
+    assert long_pages(tmp_path) == ["page.md"]
+
+
 def test_every_component_of_the_configuration_is_documented():
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert [field.name for field in dataclasses.fields(Config) if f"`{field.name}`" not in page] == []
@@ -129,7 +144,10 @@ def unknown_settings(text):
 
 @pytest.mark.parametrize(
     "document",
-    ["coming_from", "faq", "your_model", "clusters", "when_mtp_pays", "glossary", "reading_the_report"],
+    [
+        *("coming_from", "faq", "your_model", "clusters", "when_mtp_pays", "glossary", "reading_the_report"),
+        *("tuning", "stuck", "parallelism", "lora", "first_step", "several_nodes", "eight_gpus", "models"),
+    ],
 )
 def test_every_setting_that_a_page_names_exists(document):
     text = (ROOT / "docs" / f"{document}.md").read_text()

@@ -34,6 +34,8 @@ NOT_RUN = {
     "hf download": "needs a network",
     "git clone": "the address is the reader's",
     "cd rlpipe": "follows git clone",
+    "git pull": "updates the reader's checkout",
+    "rlpipe check +recipe=swe_rl model.path=models/*": "needs a download; test_models_walk estimates it",
     "scripts/quickstart": "installs gigabytes; test_scripts plays it with a prepared environment",
     "scripts/test": "is what runs this test",
     "scripts/install_sglang": "installs 3 GB; scripts/test runs it before the integration tests",

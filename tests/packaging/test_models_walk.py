@@ -1,4 +1,4 @@
-"""The estimates that docs/models.md quotes are what the tool says of those models."""
+"""The estimates that docs/first_step.md quotes are those of the tool for these models."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ MODELS = {
         | {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
     },
 }
-TEXT = (ROOT / "docs" / "models.md").read_text().partition("## From a model to the first step")[2]
+TEXT = (ROOT / "docs" / "first_step.md").read_text()
 DEEPSEEK = (
     "+recipe=swe_rl model.path=models/DeepSeek-V3-bf16 draft.train=online cluster=many_nodes "
     "cluster.gpu_gb=268 rollout=sglang rollout.sglang.tp=8 trainer.tp=8 trainer.sp=true trainer.dp=8 "

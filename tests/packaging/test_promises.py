@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.packaging
-PAGES = [ROOT / "docs" / "reliability.md", ROOT / "docs" / "threat_model.md"]
+PAGES = [ROOT / "docs" / "developer" / "promises.md"]
 DEFINED = {
     name
     for file in (ROOT / "tests").rglob("test_*.py")

@@ -75,6 +75,11 @@ def test_every_document_is_a_page_and_none_loads_from_another_host(site: Path) -
         assert [load for load in tags.loads if re.match(r"(https?:)?//", load)] == [], name
 
 
+def test_the_navigation_has_at_most_forty_pages() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert 20 < len(re.findall(r": \S+\.md$", navigation, flags=re.MULTILINE)) <= 40
+
+
 def test_the_reference_has_every_public_name_of_its_modules(site: Path) -> None:
     """Against the modules themselves, imported: what is public there is a heading here."""
     found = pages(site)
