@@ -1,4 +1,4 @@
-"""Attention over branches that share their prefixes, in memory linear in the tokens.
+"""Attention over branches that share their prefixes, in memory linear in the tokens, on a CPU.
 
 A branch attends to the tokens it follows, and causally to itself. Both are plain flash attention, so no mask
 is ever materialised; the two results are joined by their normalisers. With out_i = softmax(s_i) V_i and
@@ -25,7 +25,6 @@ import torch
 
 from rlpipe.batching.micro_batch import Branch
 
-Seed = tuple[torch.Tensor, torch.Tensor] | None  # of a GPU kernel's dropout, which is 0 here
 MIN_LENGTH_STEP = 8  # branches whose lengths differ by fewer tokens may share a call
 
 
@@ -67,7 +66,7 @@ class BranchPlan:
         for row, index in enumerate(self.selected):
             by_length.setdefault(_rounded(lengths[row]), []).append(row)
             if branches[index].context:
-                by_context.setdefault(_merged_spans(branches[index], key_starts), []).append(row)
+                by_context.setdefault(merged_spans(branches[index], key_starts), []).append(row)
 
         # Rows of a bucket are as long as its longest branch.
         self.buckets: list[Bucket] = []
@@ -96,12 +95,12 @@ class BranchPlan:
         order = np.empty(query_starts[-1], dtype=np.int64)
         order[padded_index[~is_padding]] = np.flatnonzero(~is_padding)
 
-        self.key_index = _index(np.concatenate(keys), device, count=key_starts[-1])
-        self.padded_index = _index(padded_index, device, count=query_starts[-1])
-        self.order = _index(order, device, count=len(padded_index))
+        self.key_index = index_of(np.concatenate(keys), device, count=key_starts[-1])
+        self.padded_index = index_of(padded_index, device, count=query_starts[-1])
+        self.order = index_of(order, device, count=len(padded_index))
         self.padding = torch.from_numpy(is_padding).to(device) if is_padding.any() else None
         self.context_index = (
-            _index(np.concatenate(with_context), device, count=query_starts[-1]) if with_context else None
+            index_of(np.concatenate(with_context), device, count=query_starts[-1]) if with_context else None
         )
 
 
@@ -111,7 +110,7 @@ def branch_attention(
     """Attend from each branch to its context and, causally, to itself: query [1, heads, Q, d] -> the same.
 
     key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. plan: of the branches with
-    queries in `query`. Only where `has_flash`.
+    queries in `query`. On a CPU; `varlen.varlen_attention` does it on a GPU.
     """
     return _BranchAttention.apply(query, key, value, plan, scale)
 
@@ -130,30 +129,30 @@ class _BranchAttention(torch.autograd.Function):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
 
         # Each branch to itself.
-        padded = [_take(x, plan.padded_index) for x in (q, *(_take(x, plan.key_index) for x in (k, v)))]
-        parts, seed = [], None
+        padded = [take(x, plan.padded_index) for x in (q, *(take(x, plan.key_index) for x in (k, v)))]
+        parts = []
         for rows, count in plan.buckets:
-            *part, seed = _forward(*(_as_batch(x[rows], count) for x in padded), scale=scale, causal=True)
+            part = _forward(*(_as_batch(x[rows], count) for x in padded), scale=scale, causal=True)
             parts.append([_as_tokens(x) for x in part])
-        out, norm = (_take(_joined(x), plan.order) for x in zip(*parts, strict=True))
+        out, norm = (take(_joined(x), plan.order) for x in zip(*parts, strict=True))
 
         # Join with attention to the contexts, weighted by the two normalisers.
         if plan.siblings:
-            queries, parts = _take(q, plan.context_index), []
+            queries, parts = take(q, plan.context_index), []
             for rows, context in plan.siblings:
                 keys, values = (_joined([x[span] for span in context]) for x in (k, v))
-                *part, _ = _forward(*(_as_batch(x, 1) for x in (queries[rows], keys, values)), scale=scale)
+                part = _forward(*(_as_batch(x, 1) for x in (queries[rows], keys, values)), scale=scale)
                 parts.append([_as_tokens(x) for x in part])
 
             shared, shared_norm = (_joined(x) for x in zip(*parts, strict=True))
-            self_norm = _take(norm, plan.context_index)
+            self_norm = take(norm, plan.context_index)
             total = torch.logaddexp(self_norm, shared_norm)
-            joint = _take(out, plan.context_index) * (self_norm - total).exp()[..., None]
+            joint = take(out, plan.context_index) * (self_norm - total).exp()[..., None]
             joint += shared * (shared_norm - total).exp()[..., None]
-            out, norm = _put(out, plan.context_index, joint), _put(norm, plan.context_index, total)
+            out, norm = put(out, plan.context_index, joint), put(norm, plan.context_index, total)
 
         ctx.save_for_backward(query, key, value, out, norm)
-        ctx.plan, ctx.scale, ctx.seed = plan, scale, seed
+        ctx.plan, ctx.scale = plan, scale
         return out.transpose(0, 1)[None]
 
     @staticmethod
@@ -162,35 +161,34 @@ class _BranchAttention(torch.autograd.Function):
         plan: BranchPlan = ctx.plan
         q, k, v, grad = (x[0].transpose(0, 1) for x in (query, key, value, grad))
 
-        # The CPU's kernel takes up to five times as long in half precision.
-        if not query.is_cuda:
-            q, k, v, out, grad = (x.to(_wide(x.dtype)) for x in (q, k, v, out, grad))
+        # The kernel takes up to five times as long in half precision.
+        q, k, v, out, grad = (x.to(widened(x.dtype)) for x in (q, k, v, out, grad))
 
         # Each call gets the output and normaliser over all keys, and returns the gradient of its keys.
-        self_keys, self_values = (_take(x, plan.key_index) for x in (k, v))
-        padded = [_take(x, plan.padded_index) for x in (q, self_keys, self_values, out, norm, grad)]
+        self_keys, self_values = (take(x, plan.key_index) for x in (k, v))
+        padded = [take(x, plan.padded_index) for x in (q, self_keys, self_values, out, norm, grad)]
         if plan.padding is not None:
             padded[-1].masked_fill_(plan.padding[:, None, None], 0)
         parts = []
         for rows, count in plan.buckets:
             *batch, out_rows, norm_rows, grad_rows = (_as_batch(x[rows], count) for x in padded)
-            joint = _Joint(out_rows, norm_rows, grad_rows, ctx.scale, ctx.seed)
+            joint = _Joint(out_rows, norm_rows, grad_rows, ctx.scale)
             parts.append([_as_tokens(x) for x in _backward(*batch, joint=joint, causal=True)])
-        grad_query, *self_grads = (_take(_joined(x), plan.order) for x in zip(*parts, strict=True))
+        grad_query, *self_grads = (take(_joined(x), plan.order) for x in zip(*parts, strict=True))
 
         # Many branches add to the keys they share: summed in float32 at least.
         grad_key, grad_value = (
-            _put(torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device), plan.key_index, part)
+            put(torch.zeros(x.shape, dtype=widened(x.dtype), device=x.device), plan.key_index, part)
             for x, part in zip((k, v), self_grads, strict=True)
         )
 
         if plan.siblings:
-            selected = [_take(x, plan.context_index) for x in (q, out, norm, grad)]
+            selected = [take(x, plan.context_index) for x in (q, out, norm, grad)]
             parts = []
             for rows, context in plan.siblings:
                 keys, values = (_joined([x[span] for span in context]) for x in (k, v))
                 queries, out_rows, norm_rows, grad_rows = (_as_batch(x[rows], 1) for x in selected)
-                joint = _Joint(out_rows, norm_rows, grad_rows, ctx.scale, ctx.seed)
+                joint = _Joint(out_rows, norm_rows, grad_rows, ctx.scale)
                 part = _backward(queries, _as_batch(keys, 1), _as_batch(values, 1), joint=joint)
                 context_grad, dk, dv = (_as_tokens(x) for x in part)
                 parts.append(context_grad)
@@ -203,8 +201,8 @@ class _BranchAttention(torch.autograd.Function):
                     grad_value[span] += dv[start:end]
                     start = end
 
-            total = _take(grad_query, plan.context_index) + _joined(parts)
-            grad_query = _put(grad_query, plan.context_index, total)
+            total = take(grad_query, plan.context_index) + _joined(parts)
+            grad_query = put(grad_query, plan.context_index, total)
 
         grads = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
         return *(x.to(like.dtype).transpose(0, 1)[None] for x, like in grads), None, None
@@ -220,7 +218,7 @@ def _rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the spans (start, stop) of all keys that a branch follows, adjacent ones merged."""
     spans: list[tuple[int, int]] = []
     for j, count in branch.context:
@@ -231,20 +229,20 @@ def _merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int
     return tuple(spans)
 
 
-def _index(index: np.ndarray, device: torch.device, *, count: int) -> torch.Tensor | None:
+def index_of(index: np.ndarray, device: torch.device, *, count: int) -> torch.Tensor | None:
     """Move an index into `count` rows to the device, or return None if it takes all of them in order."""
     if len(index) == count and (index == np.arange(count)).all():
         return None
     return torch.from_numpy(index).to(device)
 
 
-def _take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+def take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     """Select rows; None: all of them, without a copy."""
     return x if index is None else x.index_select(0, index)
 
 
-def _put(x: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """Replace the rows that `_take` selects, in place where they are not all; return the result."""
+def put(x: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Replace the rows that `take` selects, in place where they are not all; return the result."""
     rows = rows.to(x.dtype)
     return rows if index is None else x.index_copy_(0, index, rows)
 
@@ -264,44 +262,31 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def widened(dtype: torch.dtype) -> torch.dtype:
     """Return the type for sums: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, Seed]:
-    """Compute attention [B, heads, Q, d], its normaliser [B, heads, Q], and the seed its gradient needs."""
-    if not q.is_cuda:
-        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return *flash(q, k, v, 0.0, causal, scale=scale), None
-
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out, norm, _, _, _, _, seed, offset, _ = flash(q, k, v, 0.0, causal, scale=scale)
-    return out, norm, (seed, offset)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention [B, heads, Q, d] and its normaliser [B, heads, Q]."""
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(q, k, v, 0.0, causal, scale=scale)
 
 
 class _Joint(NamedTuple):
-    """The result of attention to all keys of some queries, and its gradient. seed: of the forward kernel."""
+    """The result of attention to all keys of some queries, and its gradient."""
 
     out: torch.Tensor
     norm: torch.Tensor
     grad: torch.Tensor
     scale: float
-    seed: Seed
 
 
 def _backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, joint: _Joint, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of q, k and v, where k and v are a part of the keys that `joint` attended to."""
-    out, norm, grad, scale, seed = joint
-    if seed is None:
-        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return flash(grad, q, k, v, out, norm, 0.0, causal, scale=scale)
-
-    # No cumulative lengths: all rows have one length.
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    lengths = None, None, q.shape[2], k.shape[2]
-    return flash(grad, q, k, v, out, norm.contiguous(), *lengths, 0.0, causal, *seed, scale=scale)
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash(joint.grad, q, k, v, joint.out, joint.norm, 0.0, causal, scale=joint.scale)

@@ -36,6 +36,7 @@ from rlpipe.trainer.experts import MixtureOfExperts, Replay, ReplayingLayer, Rou
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 from rlpipe.trainer.grouped import GroupedExperts
 from rlpipe.trainer.mla import LatentConfig, latent_layer
+from rlpipe.trainer.varlen import VarlenPlan, varlen_attention
 
 
 class BranchLayout(PackedSeqParams):
@@ -71,8 +72,13 @@ class BranchLayout(PackedSeqParams):
 
     @cached_property
     def plan(self) -> BranchPlan:
-        """The calls of the kernel that attend from the queries of `local_branches`."""
+        """The calls of a CPU's kernel that attend from the queries of `local_branches`."""
         return BranchPlan(self.branches, self.local_branches, self.positions.device)
+
+    @cached_property
+    def varlen_plan(self) -> VarlenPlan:
+        """The calls of a GPU's kernel that do the same."""
+        return VarlenPlan(self.branches, self.local_branches, self.positions.device)
 
     @cached_property
     def succession(self) -> Succession:
@@ -96,6 +102,8 @@ class BranchLayout(PackedSeqParams):
         attention: CausalAttention,
     ) -> torch.Tensor:
         """Attend from the queries of `local_branches` to the keys of all."""
+        if query.is_cuda and has_flash(query):
+            return varlen_attention(query, key, value, plan=self.varlen_plan, scale=attention.scale)
         if has_flash(query):
             return branch_attention(query, key, value, plan=self.plan, scale=attention.scale)
         return self.attend_masked(query, key, value, attention=attention)

@@ -6,7 +6,7 @@ that keys and values are read once. In float32 two batched products are fastest 
 scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16
 scaled_dot_product_attention over the same rows takes half their time at 1 row and as much at 32, measured
 under load with three query heads for each key head; for a single query per key head the products are
-faster. Everything else goes through `attend`.
+faster. Everything else goes through `attend`, on a GPU by the memory-efficient kernel, or not at all.
 
 `attend_products` reads as many keys of each row as the longest row has, which one long conversation makes
 expensive for all: it runs over groups of consecutive rows of similar lengths.
@@ -43,6 +43,9 @@ def attend(
     mask: [B, q, L], 0 or -inf. Returns [B * q, heads * D].
     """
     heads, kv_heads = query.shape[2], keys.shape[1]
+    if query.is_cuda:
+        return attend_grouped(query, keys, values, mask, scale)
+
     attended = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         keys,
@@ -52,6 +55,35 @@ def attend(
         enable_gqa=heads != kv_heads,
     )
     return attended.transpose(1, 2).reshape(-1, heads * query.shape[3])
+
+
+def attend_grouped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Do `attend` with the query heads of a key head as further queries.
+
+    No kernel of a GPU takes both a mask and fewer key heads than query heads: for these torch multiplies
+    matrices and stores all scores. So the memory-efficient kernel is called by its name.
+    """
+    batch, width, heads = query.shape[:3]
+    grouped = query.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 1, 3, 4)  # [B, kv_heads, q, group, D]
+    group, length = grouped.shape[3], mask.shape[2]
+
+    # The kernel wants rows of the mask at multiples of 16 bytes.
+    bias = F.pad(mask.to(query.dtype).repeat_interleave(group, 1), (0, -length % 8))[..., :length]
+    bias = bias.unsqueeze(1).expand(-1, keys.shape[1], -1, -1)
+    grouped = grouped.flatten(2, 3)
+    if query.device.type == "cpu":
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        attended = kernel(grouped, keys, values, bias, False, scale=scale)[0]
+    by_head = attended.unflatten(2, (width, group)).permute(0, 2, 1, 3, 4)
+    return by_head.reshape(batch * width, heads * values.shape[3])
 
 
 def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
