@@ -146,7 +146,7 @@ def unknown_settings(text):
     "document",
     [
         *("coming_from", "faq", "your_model", "clusters", "when_mtp_pays", "glossary", "reading_the_report"),
-        *("tuning", "stuck", "parallelism", "lora", "first_step", "several_nodes", "eight_gpus", "models"),
+        *("tuning", "stuck", "parallelism", "lora", "several_nodes", "eight_gpus", "models"),
     ],
 )
 def test_every_setting_that_a_page_names_exists(document):
