@@ -215,7 +215,7 @@ class Server:
         """
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"URL {url!r} is no address: give http://HOST:PORT.")
+            raise ValueError(f"URL {url!r} is not an address: give http://HOST:PORT.")
 
         client = SglangClient(url, timeout=600, key=key)
         try:

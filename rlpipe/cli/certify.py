@@ -139,7 +139,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.samples < 100:
         raise ValueError(f"--samples {options.samples} sees nothing: take at least 100, better 4000.")
     if not 0 < options.alpha < 0.5:
-        raise ValueError(f"--alpha {options.alpha} is no false-alarm rate: choose 0.01, or 0.001.")
+        raise ValueError(f"--alpha {options.alpha} is not a false-alarm rate: choose 0.01, or 0.001.")
     if options.tokens < 0:
         raise ValueError(f"--tokens {options.tokens} is negative: leave it out, or give 6.")
     if options.dtype not in ("", "float32", "bfloat16", "float16"):

@@ -115,11 +115,9 @@ def _check_word(word: str, groups: set[str]) -> None:
 
     # Hydra's messages for these common mistakes are hard to understand.
     if key == "recipe":
-        raise ValueError(
-            f"{word}: a recipe is added, so that it is the only one: give +recipe={value or 'NAME'}, once."
-        )
+        raise ValueError(f"{word}: use +recipe={value or 'NAME'} exactly once.")
     if not equals and not key.startswith("~"):
-        raise ValueError(f"{word!r} is no setting and no option: write key=value, without spaces.")
+        raise ValueError(f"{word!r} is neither a setting nor an option: write key=value, without spaces.")
     if not re.fullmatch(r"[\w./@:-]+", name):
         return  # the error of Hydra's parser is good enough
 

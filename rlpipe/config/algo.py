@@ -254,7 +254,7 @@ class AlgoConfig:
         if self.correction is Correction.ICEPOP and self.correction_low > self.correction_threshold:
             raise ValueError(
                 f"algo.correction=icepop keeps ratios from algo.correction_low={self.correction_low} to "
-                f"algo.correction_threshold={self.correction_threshold}, which holds none: swap them."
+                f"algo.correction_threshold={self.correction_threshold}, an empty interval: swap them."
             )
 
         if self.proximal is Proximal.ROLLOUT and self.correction is not Correction.NONE:

@@ -77,7 +77,7 @@ class MetricsConfig:
 
         if not 0 <= self.prometheus_port < 65536:
             raise ValueError(
-                f"metrics.prometheus_port={self.prometheus_port} is no port. Set 1..65535, or 0 for none."
+                f"metrics.prometheus_port={self.prometheus_port} is not a valid port. Set 1..65535, or 0."
             )
         if not self.wandb_project:
             raise ValueError("metrics.wandb_project is empty. Name a W&B project, or set metrics.wandb=off.")

@@ -27,13 +27,13 @@ class ProbeConfig:
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics.probe", "every", remedy="0 is never")
-        remedy = "fewer leave nothing to draft; metrics.probe.every=0 is no probe"
+        remedy = "fewer leave nothing to draft; metrics.probe.every=0 switches the probe off"
         at_least(2, self, "metrics.probe", "contexts", remedy=remedy)
 
         # A list of any other length than 3 becomes an interval that is refused.
         value, low, high = self.slope if len(self.slope) == 3 else (0.0, 1.0, 0.0)
         if self.slope and not (isfinite(low) and low <= value <= high and isfinite(high)):
             raise ValueError(
-                f"metrics.probe.slope={self.slope} is no slope with its interval. Set [value, low, high] "
+                f"metrics.probe.slope={self.slope} is not a slope with its interval. Set [value, low, high] "
                 "with low <= value <= high, e.g. [-0.03,-0.05,-0.015]; [] where none was measured."
             )

@@ -101,7 +101,7 @@ class RolloutConfig:
 
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
-                f"rollout.device={self.device!r} is no device: set auto, cpu, cuda, or one GPU as in cuda:1."
+                f"rollout.device={self.device!r} is not a valid device: set auto, cpu, cuda or cuda:N."
             )
 
     @property

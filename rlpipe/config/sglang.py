@@ -104,7 +104,9 @@ class SglangConfig:
         positive(self, section, *times, "health_timeout", remedy="name seconds")
 
         if not 0 <= self.port < 65536:
-            raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")
+            raise ValueError(
+                f"rollout.sglang.port={self.port} is not a valid port: use 1..65535, or 0 (any)."
+            )
         if not 0 <= self.memory_fraction < 1:
             raise ValueError(
                 f"rollout.sglang.memory_fraction={self.memory_fraction} must be in [0, 1); 0: SGLang's own."

@@ -241,8 +241,9 @@ def stale_engine(setup: Setup, records: Records) -> str | None:
     if gap > -MARGIN or gap > -3 * se:
         return None
     return (
-        f"engines keep {-gap:.1%} less of their drafts than the newest weights would: versions lag. Lower "
-        f"pipeline.max_staleness={setup.max_staleness}, and look for canary_failed in events.jsonl"
+        f"engines accept {-gap:.1%} less of their drafts than the newest weights would: served weights are "
+        f"stale. Lower pipeline.max_staleness={setup.max_staleness}, and look for canary_failed in "
+        "events.jsonl"
     )
 
 

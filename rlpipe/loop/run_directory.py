@@ -100,9 +100,9 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
     if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
         shown = "; ".join(f"{name}: {change}" for name, change in shapes.items())
         raise ValueError(
-            f"run.dir={str(run_dir)!r} holds a run at step {step} with other adapters: {shown}. Its "
-            "trainer's state has none of that shape, so that run.resume=anyway cannot go on either. Take "
-            "those values again, or begin another run from its merged weights: model.path="
+            f"run.dir={str(run_dir)!r} holds a run at step {step} with other LoRA adapters: {shown}. Its "
+            "trainer's state does not match, so run.resume=anyway cannot continue it either. Use "
+            "the original values, or start another run from its merged weights: model.path="
             f"{run_dir}/checkpoints/step_{step}/hf and another run.dir."
         )
     other = {name: change for name, change in changed.items() if not _is_lossless(name, new)}

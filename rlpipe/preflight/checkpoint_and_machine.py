@@ -118,8 +118,8 @@ def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
         # The Rust library raises bare Exception.
         except Exception as error:
             raise ValueError(
-                f"{file} is no tokenizer ({described(error)}). Copy tokenizer.json from the checkpoint that "
-                "the model comes from."
+                f"{file} is not a tokenizer ({described(error)}). Copy tokenizer.json from the checkpoint "
+                "that the model comes from."
             ) from None
 
         largest = max(ids, default=0)
@@ -263,7 +263,7 @@ def check_sizes(config: Config) -> None:
                 f"pipeline.max_staleness={pipeline.max_staleness}",
                 ahead * _TRAJECTORY_BYTES,
                 memory,
-                f"{ahead} attempts in the works",
+                f"{ahead} attempts in flight",
             )
 
         # A training step takes 6 floating-point operations per weight and token, a forward pass 2.

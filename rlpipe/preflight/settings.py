@@ -35,9 +35,9 @@ def check_shared_gpus(config: Config) -> None:
     rollout, ranks = config.rollout, config.trainer.world_size
     if config.cluster.mode is not ClusterMode.RAY or config.run.half is not RunMode.BOTH:
         raise ValueError(
-            f"cluster.share_gpus=true places workers beside trainer ranks, and cluster.mode="
-            f"{config.cluster.mode} with run.half={config.run.half} has not both as processes: set it to "
-            "false."
+            f"cluster.share_gpus=true places workers together with trainer ranks, and cluster.mode="
+            f"{config.cluster.mode} with run.half={config.run.half} does not run both as processes: set it "
+            "to false."
         )
 
     if rollout.workers != ranks:

@@ -1,4 +1,4 @@
-"""Layers and doors hold: by import-linter over the source, and by sys.modules of a real process."""
+"""The import rules hold: by import-linter over the source, and by sys.modules of a real process."""
 
 import json
 import pkgutil
@@ -33,7 +33,7 @@ def test_the_layers_and_doors_of_the_package_hold():
 
 
 def test_contributors_read_the_layers_that_hold():
-    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layers and doors")[2].split("```")[1]
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Import rules")[2].split("```")[1]
     layers = next(contract["layers"] for contract in contracts() if contract["type"] == "layers")
     assert " ".join(page.split()) == " > ".join(layers).replace("rlpipe.", "")
 

@@ -47,7 +47,7 @@ def load_agent(config: AgentConfig) -> Program:
     try:
         words = shlex.split(config.run)
     except ValueError as error:
-        raise ValueError(f"{where} is no command line: {error}.") from None
+        raise ValueError(f"{where} is not a command line: {error}.") from None
     program = shutil.which(words[0])
     if program is None:
         raise ValueError(

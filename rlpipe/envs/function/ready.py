@@ -53,7 +53,7 @@ def regex(env: EnvConfig, columns: list[str], *, pattern: str = "", ignore_case:
     try:
         compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     except re.error as error:
-        raise ValueError(f"reward=regex: pattern={pattern!r} is no regular expression: {error}.") from None
+        raise ValueError(f"reward=regex: pattern={pattern!r} is not a regular expression: {error}.") from None
     if compiled.groups > 1:
         raise ValueError(
             f"reward=regex: pattern={pattern!r} has {compiled.groups} groups: use one, for the answer, and "

@@ -111,7 +111,7 @@ def _format(where: str, name: str, path: Path) -> DataFormat:
         _check_file(where, path)
 
     raise ValueError(
-        f"{where}: {ending or 'a name without ending'} is no format that is recognised. Rename it to "
+        f"{where}: {ending or 'a name without ending'} is not a recognised format. Rename it to "
         f"{', '.join(_ENDINGS)}, or say data.format={'|'.join(f for f in DataFormat if f != 'auto')}."
     )
 

@@ -125,6 +125,6 @@ def _check_parameters(parameters: Any, where: str, known: set[str], columns: Seq
                 "Give it a default, or make the reward independent of the step."
             )
         raise ValueError(
-            f"{where} needs {name!r}, which is no column of the data set.{did_you_mean(name, columns)} It "
+            f"{where} needs {name!r}, which is not a column of the data set.{did_you_mean(name, columns)} It "
             f"has {', '.join(columns)}: rename the parameter, or give it a default."
         )

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
         ({"correction_threshold": 0.0}, "algo.correction_threshold=0.0 must be positive"),
         (
             {"correction": Correction.ICEPOP, "correction_low": 3.0},
-            "correction_low=3.0 .*correction_threshold=2.0, which holds none: swap them",
+            "correction_low=3.0 .*correction_threshold=2.0",
         ),
         ({"proximal": Proximal.ROLLOUT}, "algo.correction=tis_token would apply it again"),
         ({"proximal": Proximal.ROLLOUT, "correction": Correction.OBRS}, "set algo.correction=none"),
