@@ -16,7 +16,11 @@ FOLDERS = [
     f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir() and "." not in f.name
 ]
 DATA = [".".join(("rlpipe._data", *folder.parts)) for folder in FOLDERS]
-FILES = {"rlpipe.metrics": ["catalogue.toml"], "rlpipe.report": ["page.*", "live.js", "plots.toml"]}
+FILES = {
+    "rlpipe": ["py.typed"],
+    "rlpipe.metrics": ["catalogue.toml"],
+    "rlpipe.report": ["page.*", "live.js", "plots.toml"],
+}
 
 setup(
     packages=CODE + DATA,

@@ -17,6 +17,7 @@ SOURCES = (
     "setup.py",
     "README.md",
     "LICENSE",
+    "NOTICE",
     "rlpipe",
     "configs",
     "data",
