@@ -34,7 +34,7 @@ from rlpipe.config.run import (
     with_weight_transfer,
 )
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.envs.base import TRAIN, Suite, suite_tools, train_stages
+from rlpipe.envs.base import TRAIN, Suite, num_players, suite_tools, train_stages
 from rlpipe.envs.function.rehearsal import rehearse_rewards
 from rlpipe.envs.function.suite import FunctionSuite
 from rlpipe.envs.mixture import MixtureSuite
@@ -252,6 +252,22 @@ def _check_instances(val: ValConfig, suite: Suite) -> None:
         )
 
 
+def _check_games(config: Config, suite: Suite) -> None:
+    """Refuse a number of attempts at an instance that leaves a seat of a game empty. Raises ValueError."""
+    if not hasattr(suite, "players"):
+        return
+
+    sizes = {split: ("val.samples", config.val.samples) for split in suite.splits() if config.val.every}
+    sizes[TRAIN] = ("pipeline.group_size", config.pipeline.group_size)
+    for split, (setting, attempts) in sizes.items():
+        for instance in suite.instance_ids(split):
+            if attempts % (players := num_players(suite, instance)):
+                raise ValueError(
+                    f"{setting}={attempts} attempts at an instance, and {players} at a time play a game of "
+                    f"{instance!r}: make it a multiple of {players}."
+                )
+
+
 def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | None = None) -> list[Suite]:
     """Check the engines, environments and dumps of a run; return its suites.
 
@@ -302,6 +318,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
             _check_rows(own, config, _REHEARSAL_S if rehearsal is None else _LONG_REHEARSAL_S)
 
     _check_instances(config.val, suite)
+    _check_games(config, suite)
     _note_few_instances(len(suite.instance_ids(TRAIN)), config.pipeline.prompts_per_step)
     if directory is not None:
         Dump.check_new(directory, config)

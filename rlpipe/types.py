@@ -284,6 +284,7 @@ class Trajectory(TokenColumns):
     turn_ends: length of token_ids after each turn. turn_rewards: of each turn, with the sum `reward`; empty
         while masked, and where it is not recorded.
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
+    side: which player of a game it is, 0 elsewhere.
     """
 
     COLUMNS: ClassVar[dict[str, type[np.generic]]] = {
@@ -315,6 +316,7 @@ class Trajectory(TokenColumns):
     status: TrajectoryStatus = TrajectoryStatus.COMPLETE
     spec: SpecCounts = field(default_factory=SpecCounts)
     info: dict[str, Any] = field(default_factory=dict)
+    side: int = 0
 
     def append_context(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the model did not sample."""
@@ -417,3 +419,16 @@ class Group:
     trajectories: list[Trajectory]
     gen_seconds: float = 0.0
     env_seconds: float = 0.0
+
+    def sides(self) -> list[list[int]]:
+        """Return the indices of complete trajectories that are compared: those of one side of a game."""
+        by_side: dict[int, list[int]] = {}
+        for index, trajectory in enumerate(self.trajectories):
+            if trajectory.status is TrajectoryStatus.COMPLETE:
+                by_side.setdefault(trajectory.side, []).append(index)
+        return list(by_side.values())
+
+    def has_equal_rewards(self) -> bool:
+        """Return whether the rewards of each side are the same, so that none has an advantage."""
+        rewards = [{self.trajectories[index].reward for index in side} for side in self.sides()]
+        return bool(rewards) and all(len(different) == 1 for different in rewards)

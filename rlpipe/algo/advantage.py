@@ -10,7 +10,9 @@ last turns have a reward, all G_ik are the trajectory's reward, and this equals 
 REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount, a turn as the step.
 
 Owns which trajectories take part: masked ones and groups with fewer than two complete siblings have
-advantage zero (there is nothing to compare with). The estimator itself is verl's.
+advantage zero (there is nothing to compare with). Where the policy plays all sides of a game, the siblings
+on each side are a group, so that a side's lead is nobody's merit (the role-conditioned baseline of SPIRAL,
+arXiv 2506.24119, with the mean of the group for its running mean). The estimator itself is verl's.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from rlpipe.algo.user_functions import (
 )
 from rlpipe.config.algo import AlgoConfig, Credit
 from rlpipe.config.user_code import is_user_code
-from rlpipe.types import Group, Trajectory, TrajectoryStatus
+from rlpipe.types import Group, Trajectory
 
 _ARGUMENTS = ARGUMENTS[ADVANTAGE]
 
@@ -167,13 +169,10 @@ def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:
     uids: list[str] = []
     start = 0
     for number, group in enumerate(groups):
-        complete = [start + i for i, t in enumerate(group.trajectories) if _complete(t)]
-        if len(complete) >= 2:
-            rows += complete
-            uids += [f"{number}:{group.prompt.group_id}"] * len(complete)
+        for side, indices in enumerate(group.sides()):
+            compared = [start + i for i in indices if group.trajectories[i].loss_mask.any()]
+            if len(compared) >= 2:
+                rows += compared
+                uids += [f"{number}:{group.prompt.group_id}:{side}"] * len(compared)
         start += len(group.trajectories)
     return rows, uids
-
-
-def _complete(trajectory: Trajectory) -> bool:
-    return trajectory.status is TrajectoryStatus.COMPLETE and bool(trajectory.loss_mask.any())

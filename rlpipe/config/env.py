@@ -243,6 +243,17 @@ class TextArenaConfig:
     """Who moves for the other player of a game of two: "random" (any move that the game lists), or
     module:function of (text, rng), where text is what that player sees. Empty for one player."""
 
+    self_play: bool = False
+    """Train on games of the policy against itself: the attempts at an instance play each other in pairs. The
+    opponent plays in held-out games only."""
+
+    def __post_init__(self) -> None:
+        if self.self_play and not self.opponent:
+            raise ValueError(
+                "env.textarena.self_play=true needs an opponent for the held-out games, since on average a "
+                "policy draws with itself: set env.textarena.opponent=random, or a function."
+            )
+
 
 @dataclass(slots=True, kw_only=True)
 class VerifiersConfig:

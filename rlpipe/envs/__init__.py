@@ -84,9 +84,9 @@ def _check_textarena(config: EnvConfig) -> None:
 
 
 def _make_textarena(config: EnvConfig, seed: int) -> Suite:
-    from rlpipe.envs.textarena import make_textarena
+    from rlpipe.envs.textarena import TextArenaSuite
 
-    return make_textarena(config, seed)
+    return TextArenaSuite(config, seed)
 
 
 def _check_verifiers(config: EnvConfig) -> None:

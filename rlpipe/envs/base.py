@@ -79,6 +79,22 @@ class Episode(Protocol):
         ...
 
 
+@runtime_checkable
+class Game(Protocol):
+    """An attempt of several players that the policy plays all; each gets a trajectory and a reward.
+
+    A suite that returns one says how many play: `players(instance_id)`, see `Suite`. `envs.seats` makes the
+    seats of a game in which players take turns. `close()` is optional, as of an `Episode`.
+    """
+
+    @property
+    def seats(self) -> Sequence[Episode]:
+        """Return an episode for each player. They run at once, and their `async def` methods in one thread.
+
+        One whose game ends before its first turn returns a `StepResult` that is done from `messages`."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AgentAddress:
     """Where an agent reaches the model for one attempt.
@@ -114,7 +130,8 @@ class Suite(Protocol):
     A suite may have an attribute `tools`: OpenAI schemas of tools that the chat template shows; and a method
     `score_group(instance_id, results)`, called once for the attempts at an instance that finished, a list of
     `GroupMember`, which returns their final rewards in order. A curriculum is a method `train_stages()`: the
-    training instances as several lists, which every epoch goes through in their order.
+    training instances as several lists, which every epoch goes through in their order. A method
+    `players(instance_id)` returns how many attempts take part in one `Game` at an instance; without it, one.
     """
 
     max_turns: int
@@ -127,7 +144,7 @@ class Suite(Protocol):
         """Return the ids of a split, in a fixed order."""
         ...
 
-    def episode(self, instance_id: str) -> Episode:
+    def episode(self, instance_id: str) -> Episode | AgentEpisode | Game:
         """Start a fresh attempt at an instance.
 
         A suite that names them also gets `seed`, an integer that differs for each attempt and is reproducible
@@ -142,7 +159,18 @@ def train_stages(suite: Suite) -> Sequence[Sequence[str]]:
     return [suite.instance_ids(TRAIN)] if stages is None else stages()
 
 
-def start_episode(suite: Suite, instance_id: str, *, seed: int, attempt: int) -> Episode:
+def num_players(suite: Suite, instance_id: str) -> int:
+    """Return how many attempts at an instance take part in one game."""
+    players = getattr(suite, "players", None)
+    return 1 if players is None else players(instance_id)
+
+
+def seats_of(episode: Any) -> Sequence[Any]:
+    """Return the episodes of a game, or the only one."""
+    return getattr(episode, "seats", [episode])
+
+
+def start_episode(suite: Suite, instance_id: str, *, seed: int, attempt: int) -> Any:
     """Start an attempt with those of seed and attempt that `suite.episode` names."""
     return suite.episode(instance_id, **named_by(suite.episode, seed=seed, attempt=attempt))
 

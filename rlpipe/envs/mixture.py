@@ -14,12 +14,14 @@ from rlpipe.envs.base import (
     TRAIN,
     AgentEpisode,
     Episode,
+    Game,
     GroupMember,
     SplitTable,
     StepResult,
     Suite,
     close_episode,
     finish_episode,
+    num_players,
     sandbox_counts,
     start_episode,
     suite_tools,
@@ -54,14 +56,21 @@ class MixtureSuite(SplitTable):
             for name, suite in self.members.items()
         ]
 
-    def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode:
+    def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode | AgentEpisode | Game:
         """Start an attempt at an instance of a member."""
         name, _, own = instance_id.partition("/")
         suite = self.members[name]
         episode = start_episode(suite, own, seed=seed, attempt=attempt)
         if suite.max_turns == self.max_turns or isinstance(episode, AgentEpisode):
             return episode
+        if isinstance(episode, Game):
+            return _LimitedGame(episode, suite.max_turns)
         return _Limited(episode, suite.max_turns)
+
+    def players(self, instance_id: str) -> int:
+        """Return how many attempts at an instance of a member take part in one game."""
+        name, _, own = instance_id.partition("/")
+        return num_players(self.members[name], own)
 
     def _score_group(self, instance_id: str, results: list[GroupMember]) -> Any:
         """Return the rewards of siblings, by their member's function if it has one."""
@@ -123,6 +132,16 @@ class _Limited:
 
     async def _finished(self, step: StepResult, finished: Awaitable[Any]) -> StepResult:
         return _joined(step, await finished)
+
+
+class _LimitedGame:
+    """A game of a member that may take fewer turns than the mixture."""
+
+    def __init__(self, game: Game, turns: int) -> None:
+        self._game, self.seats = game, [_Limited(seat, turns) for seat in game.seats]
+
+    def close(self) -> Any:
+        return close_episode(self._game)
 
 
 def _joined(step: StepResult, finished: Any) -> StepResult:

@@ -24,10 +24,13 @@ from rlpipe.config.user_code import described, raised_at
 from rlpipe.envs.base import (
     TRAIN,
     Episode,
+    Game,
     GroupMember,
     InfrastructureError,
     StepResult,
     Suite,
+    close_episode,
+    finish_episode,
     named_by,
 )
 from rlpipe.envs.contract import group_rewards, messages_of, step_of
@@ -139,6 +142,10 @@ class _Rehearsal:
         start = self._suite.episode
         start = partial(start, **named_by(start, seed=0, attempt=0))
         episode: Episode = call_user(_unchanged, start, instance)
+        if isinstance(episode, Game):
+            call_user(_unchanged, partial(self._run_game, episode))
+            return 0
+
         actions: list[str] = []
         reward, info = 0.0, {}
         try:
@@ -175,6 +182,30 @@ class _Rehearsal:
             member = GroupMember(text=(actions or [""])[-1], turns=actions, reward=reward, info=info)
             call_user(lambda returned: group_rewards(returned, 2), score_group, instance, [member] * 2)
         return tokens
+
+    async def _run_game(self, game: Game) -> None:
+        """Run all seats of a game at once until it is done, or out of turns or time."""
+
+        async def play(seat: Episode) -> None:
+            said = await _if_awaitable(seat.messages())
+            step = step_of(said, last=True) if isinstance(said, StepResult) else None
+            opening = [] if step else messages_of(said)
+            if self._prompts and opening:
+                self._prompts.opening(opening)
+
+            vocabulary = " ".join(message["content"] for message in opening).split() or ["word"]
+            for _ in range(self._turns):
+                if (step and step.done) or self._is_over():
+                    break
+                action = " ".join(self._random.choices(vocabulary, k=self._random.randrange(_WORDS)))
+                step = self._checked(await _if_awaitable(seat.step(action)))
+                self._done.steps += 1
+            # A seat that ends without its end would leave the others waiting.
+            if not (step and step.done):
+                step_of(await _if_awaitable(finish_episode(seat)), last=True, rehearsed=True)
+
+        await asyncio.gather(*map(play, game.seats))
+        await _if_awaitable(close_episode(game))
 
     def _checked(self, returned: Any) -> StepResult:
         """Return a checked result; a reward of unusual size is noted once."""
@@ -293,6 +324,10 @@ def _awaited(awaitable: Awaitable[Any], runner: Runner | None) -> Any:
         return await awaitable
 
     return runner.run(outcome())
+
+
+async def _if_awaitable(returned: Any) -> Any:
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def _unchanged(returned: T) -> T:

@@ -1,4 +1,4 @@
-"""What environments share whose instances are seeds: their ids and splits, a suite, and the extras.
+"""What environments share whose instances are seeds: their ids and splits, a suite, luck, and the extras.
 
 Held-out seeds start at 0 whatever the run's seed, training ones at (1 + seed) million, so none is in both.
 """
@@ -6,10 +6,13 @@ Held-out seeds start at 0 whatever the run's seed, training ones at (1 + seed) m
 from __future__ import annotations
 
 import importlib.util
+import random
+import threading
 from collections.abc import Callable
+from typing import Any
 
 from rlpipe.config.env import INDEX_STRIDE, EnvConfig
-from rlpipe.envs.base import TRAIN, Episode, SplitTable
+from rlpipe.envs.base import TRAIN, SplitTable
 
 
 def seed_splits(config: EnvConfig, seed: int) -> dict[str, list[str]]:
@@ -31,14 +34,34 @@ def seed_of(instance_id: str) -> int:
 class SeededSuite(SplitTable):
     """A suite that makes an episode from a seed. Splits: `train` and `held_out`."""
 
-    def __init__(self, config: EnvConfig, seed: int, make: Callable[[int], Episode]) -> None:
+    def __init__(self, config: EnvConfig, seed: int, make: Callable[[int], Any]) -> None:
         """seed: of the run. make: returns a fresh attempt at the instance of a seed."""
         super().__init__(seed_splits(config, seed))
         self.max_turns, self._make = config.max_turns, make
 
-    def episode(self, instance_id: str) -> Episode:
+    def episode(self, instance_id: str) -> Any:
         """Start a fresh attempt."""
         return self._make(seed_of(instance_id))
+
+
+class Luck:
+    """Python's global generator, from which a game draws, as that game alone left it."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate()
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the game, and give others the generator back as it was."""
+        with self._lock:
+            before = random.getstate()
+            random.setstate(self._state)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._state = random.getstate()
+                random.setstate(before)
 
 
 def opening(config: EnvConfig, text: str) -> list[dict[str, str]]:

@@ -1,104 +1,89 @@
-"""Games of TextArena, for one player or against an opponent: `env=textarena env.textarena.id=TicTacToe-v0`.
+"""Games of TextArena: for one player, against an opponent, or of the policy against itself.
 
     the model's turn -> game -> the opponent's turns -> game -> what the model sees next
 
 The first message has the rules and the game before the model's first turn; later ones what is new since.
 The reward is the game's for the model's side; a game that refuses a turn allows it another, or has it lost.
-The seed, which is the instance, decides the game's luck, the opponent's, and by its parity who begins.
-Self-play is not here: a trajectory has one reward, which of both sides of such a game is 0.
+The seed, which is the instance, decides the game's luck and the opponent's, and by its parity who begins. In
+self-play the attempts at an instance pair up, each with a trajectory and a reward (`envs.seats`).
 """
 
 from __future__ import annotations
 
-import random
-import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlpipe.config.env import EnvConfig
+from rlpipe.config.env import INDEX_STRIDE, EnvConfig
 from rlpipe.config.limits import did_you_mean
 from rlpipe.envs.base import StepResult
 from rlpipe.envs.opponents import check_opponent, load_opponent
-from rlpipe.envs.seeded import SeededSuite, opening, require
+from rlpipe.envs.seats import OneSide, Seats
+from rlpipe.envs.seeded import Luck, SeededSuite, opening, require, seed_of
 
-SETTING, _LUCK = "env.textarena.opponent", threading.Lock()  # the games draw from Python's global generator
+SETTING = "env.textarena.opponent"
 
 
 def check_textarena(config: EnvConfig) -> None:
     """Start a game, with a turn of the opponent. Raises ValueError."""
     require("textarena", extra="textarena")
-    _, text = TextArenaEpisode(config, 0).read()
+    game = TextArenaGame(config, 0)
     if opponent := load_opponent(config.textarena.opponent, setting=SETTING):
-        check_opponent(opponent, text, f"{SETTING}={config.textarena.opponent!r}")
+        check_opponent(opponent, game.text, f"{SETTING}={config.textarena.opponent!r}")
 
 
-def make_textarena(config: EnvConfig, seed: int) -> SeededSuite:
-    """Make the suite of `env.textarena`. seed: of the run."""
-    return SeededSuite(config, seed, partial(TextArenaEpisode, config))
-
-
-class TextArenaEpisode:
-    """One game."""
+class TextArenaSuite(SeededSuite):
+    """Games by seed. Those to train on are the policy's against itself where the settings say so."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
-        self._config, self._opponent = config, load_opponent(config.textarena.opponent, setting=SETTING)
-        self._side = seed % 2 if self._opponent else 0
-        self._rng, self._luck = random.Random(seed), random.Random(seed).getstate()
-        self._done, self._text = False, ""
+        super().__init__(config, seed, partial(TextArenaGame, config))
+        self._opening, self._self_play = partial(opening, config), config.textarena.self_play
+        self._opponent = load_opponent(config.textarena.opponent, setting=SETTING)
 
-        players = 2 if self._opponent else 1
+    def players(self, instance_id: str) -> int:
+        """Return how many attempts take part in a game: held-out ones are against the opponent."""
+        return 2 if self._self_play and seed_of(instance_id) >= INDEX_STRIDE else 1
+
+    def episode(self, instance_id: str) -> OneSide | Seats:
+        """Start a game."""
+        game, seed = self._make(seed_of(instance_id)), seed_of(instance_id)
+        if self.players(instance_id) == 2:
+            return Seats(game, 2, self._opening)
+        return OneSide(game, self._opening, self._opponent, seed)
+
+
+class TextArenaGame:
+    """One game; see `envs.seats.TurnGame`."""
+
+    def __init__(self, config: EnvConfig, seed: int) -> None:
+        self._luck, self.done = Luck(seed), False
+        players = 2 if config.textarena.opponent else 1
         try:
             self._game = _make_game(config)
-            self._with_luck(self._game.reset, num_players=players, seed=seed)
+            self._luck.call(self._game.reset, num_players=players, seed=seed)
         except Exception as error:  # bad kwargs, an assertion about players, a word list that is not there
             reason = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip(" .")
             where = f"env.textarena.id={config.textarena.id!r}, kwargs={config.textarena.kwargs}"
             who = f"{players} player(s), as {SETTING}={config.textarena.opponent!r}"
             raise ValueError(f"{where} does not start for {who}: {reason}.") from error
+        self._read()
 
-    def messages(self) -> list[dict[str, str]]:
-        """Return the rules and the game so far."""
-        self._until_the_models_turn()
-        return opening(self._config, self._text)
+    def move(self, action: str) -> None:
+        """Move for the player whose turn it is."""
+        self.done, _ = self._luck.call(self._game.step, action)
+        if not self.done:
+            self._read()
 
-    def step(self, action: str) -> StepResult:
-        """Move, and let the opponent answer."""
-        self._move(action)
-        self._until_the_models_turn()
-        if not self._done:
-            return StepResult(observation=self._text)
-
+    def result(self, player: int) -> StepResult:
+        """Return the end of the game for a player."""
         rewards, ended = self._game.close()
-        info = {"invalid_move": float(ended[self._side]["invalid_move"]), "submitted": True}
-        return StepResult(done=True, reward=rewards[self._side], info=info)
+        info = {"invalid_move": float(ended[player]["invalid_move"]), "submitted": True}
+        return StepResult(done=True, reward=rewards[player], info=info)
 
-    def read(self) -> tuple[int, str]:
-        """Return who is to move, and what is new to that player, own moves left out."""
-        player, news = self._game.get_observation()
+    def _read(self) -> None:
+        """Take what is new to the player whose turn it is, own moves left out."""
+        self.player, news = self._game.get_observation()
         shown = ((f"[Player {sender}] " if sender >= 0 else "", text) for sender, text, _ in news)
-        return player, "\n".join(name + text for name, text in shown if name != f"[Player {player}] ")
-
-    def _until_the_models_turn(self) -> None:
-        while not self._done:
-            player, self._text = self.read()
-            if player == self._side or self._opponent is None:
-                return
-            self._move(self._opponent(self._text, self._rng))
-
-    def _move(self, action: str) -> None:
-        self._done, _ = self._with_luck(self._game.step, action)
-
-    def _with_luck(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the game with Python's generator as this game left it, and give others theirs back."""
-        with _LUCK:
-            before = random.getstate()
-            random.setstate(self._luck)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._luck = random.getstate()
-                random.setstate(before)
+        self.text = "\n".join(name + text for name, text in shown if name != f"[Player {self.player}] ")
 
 
 def _make_game(config: EnvConfig) -> Any:

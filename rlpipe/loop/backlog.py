@@ -26,7 +26,7 @@ from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.saved_groups import read_groups, write_groups
 from rlpipe.loop.selection import SelectionMeter
-from rlpipe.loop.staleness import StalenessGate, equal_rewards, fresh_part
+from rlpipe.loop.staleness import StalenessGate, fresh_part
 from rlpipe.metrics.values import Value
 from rlpipe.types import Group, Prompt, TrajectoryStatus
 
@@ -195,7 +195,7 @@ class Backlog:
     def _filters(self, group: Group) -> bool:
         settings = self._settings
         room = self._filtered < settings.filter_limit * settings.prompts_per_step
-        return settings.filter_equal_rewards and room and equal_rewards(group)
+        return settings.filter_equal_rewards and room and group.has_equal_rewards()
 
     async def _drop_stale(self) -> None:
         """Drop buffered groups and trajectories that are too stale at the current version."""

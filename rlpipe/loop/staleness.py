@@ -95,9 +95,3 @@ def fresh_part(group: Group, version: int, max_staleness: int) -> tuple[Group | 
 
     lost = {t.trajectory_id for t in stale}
     return replace(group, trajectories=[t for t in group.trajectories if t.trajectory_id not in lost]), stale
-
-
-def equal_rewards(group: Group) -> bool:
-    """Return whether all complete trajectories have the same reward, so that none has an advantage."""
-    rewards = {t.reward for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE}
-    return len(rewards) == 1

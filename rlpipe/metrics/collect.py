@@ -256,14 +256,13 @@ def _num_accepted(counts: SpecCounts) -> Histogram:
 
 
 def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
-    rewards = [[t.reward for t in _complete(g.trajectories)] for g in groups]
-
     # A group whose trajectories are all masked has no outcome.
-    rewards = [r for r in rewards if r]
+    ended = [g for g in groups if g.sides()]
+    rewards = [[t.reward for t in _complete(g.trajectories)] for g in ended]
     return {
         "env/solve_all": Mean.of(min(r) >= SOLVED for r in rewards),
         "env/solve_none": Mean.of(max(r) <= 0 for r in rewards),
-        "env/no_signal": Mean.of(min(r) == max(r) for r in rewards),
+        "env/no_signal": Mean.of(g.has_equal_rewards() for g in ended),
     }
 
 

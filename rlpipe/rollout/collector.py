@@ -11,6 +11,7 @@
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
 infrastructure, a call that hangs among them (`environment_threads`), repeats the full trajectory with the
 same seeds; when retries are used up it is MASKED.
+The seats of a game (`envs.base.Game`) run at once, a trajectory each; a failure of one repeats or masks all.
 Any other exception of an environment, or an answer that breaks its contract, masks the trajectory at once:
 only a failure of the engine leaves `collect` as an exception. An aborted turn is continued from its last
 token, so aborting never loses tokens.
@@ -41,6 +42,8 @@ from rlpipe.envs.base import (
     Suite,
     close_episode,
     finish_episode,
+    num_players,
+    seats_of,
     start_episode,
     suite_tools,
 )
@@ -213,8 +216,8 @@ class Collector:
         gen_seconds and env_seconds of the group are means over its trajectories.
         """
         async with self._groups or contextlib.nullcontext():
-            attempts = await gather_or_cancel(
-                self._roll_out(
+            attempts = await self._roll_out_siblings(
+                [
                     _Task(
                         trajectory_id=trajectory_id,
                         group_id=prompt.group_id,
@@ -226,10 +229,9 @@ class Collector:
                         record=self._record_drafts and index == 0,
                         routes=self._rollout.replay_routes,
                     )
-                )
-                for index, trajectory_id in enumerate(prompt.trajectory_ids(group_size))
+                    for index, trajectory_id in enumerate(prompt.trajectory_ids(group_size))
+                ]
             )
-            await self._score_group(attempts)
         return Group(
             prompt=prompt,
             trajectories=[attempt.trajectory for attempt in attempts],
@@ -246,24 +248,37 @@ class Collector:
         """
         capacity = asyncio.Semaphore(self._rollout.max_running)
 
-        async def roll_out(instance_id: str, sample: int) -> _Attempt:
-            task = _Task(
-                trajectory_id=f"eval/{instance_id}/{sample}",
-                group_id=f"eval/{instance_id}",
-                instance_id=instance_id,
-                seed=stream_seed("eval", instance_id, sample),
-                number=sample,
-                temperature=temperature,
-            )
-            async with capacity:
-                return await self._roll_out(task)
-
-        async def roll_out_all(instance_id: str) -> list[Trajectory]:
-            attempts = await gather_or_cancel(roll_out(instance_id, sample) for sample in range(samples))
-            await self._score_group(attempts)
+        async def roll_out(instance_id: str) -> list[Trajectory]:
+            tasks = [
+                _Task(
+                    trajectory_id=f"eval/{instance_id}/{sample}",
+                    group_id=f"eval/{instance_id}",
+                    instance_id=instance_id,
+                    seed=stream_seed("eval", instance_id, sample),
+                    number=sample,
+                    temperature=temperature,
+                )
+                for sample in range(samples)
+            ]
+            attempts = await self._roll_out_siblings(tasks, capacity)
             return [attempt.trajectory for attempt in attempts]
 
-        return list(chain.from_iterable(await gather_or_cancel(map(roll_out_all, instance_ids))))
+        return list(chain.from_iterable(await gather_or_cancel(map(roll_out, instance_ids))))
+
+    async def _roll_out_siblings(
+        self, tasks: Sequence[_Task], capacity: asyncio.Semaphore | None = None
+    ) -> list[_Attempt]:
+        """Roll out all attempts at an instance, those of one game together. capacity: games at once."""
+        players = num_players(self._suite, tasks[0].instance_id)
+        games = [tasks[first : first + players] for first in range(0, len(tasks), players)]
+
+        async def roll_out(game: Sequence[_Task]) -> list[_Attempt]:
+            async with capacity or contextlib.nullcontext():
+                return await self._roll_out(game)
+
+        attempts = list(chain.from_iterable(await gather_or_cancel(map(roll_out, games))))
+        await self._score_group(attempts)
+        return attempts
 
     async def _score_group(self, attempts: Sequence[_Attempt]) -> None:
         """Replace the rewards of siblings by those of `suite.score_group`, if it has one.
@@ -360,63 +375,65 @@ class Collector:
             await asyncio.wait(list(self._running), timeout=_CLOSE_S)
         await self._threads.close(_CLOSE_S)
 
-    async def _roll_out(self, task: _Task) -> _Attempt:
-        """Roll out one trajectory, with its retries, in a new lane of the spans."""
-        with self._spans.lane() as lane:
-            return await self._roll_out_in(lane, task)
+    async def _roll_out(self, tasks: Sequence[_Task]) -> list[_Attempt]:
+        """Roll out the trajectories of one episode, with its retries, each in a new lane of the spans."""
+        with contextlib.ExitStack() as opened:
+            lanes = [opened.enter_context(self._spans.lane()) for _ in tasks]
+            return await self._roll_out_in(lanes, tasks)
 
-    async def _roll_out_in(self, lane: Lane, task: _Task) -> _Attempt:
-        """Try until an attempt does not fail of infrastructure, and return the last one."""
+    async def _roll_out_in(self, lanes: Sequence[Lane], tasks: Sequence[_Task]) -> list[_Attempt]:
+        """Try until an episode does not fail of infrastructure, and return the last attempts."""
         for retry in range(self._env.retries + 1):
             error: BaseException | None = None
-            attempt = _Attempt(
-                task=task,
-                trajectory=Trajectory(
-                    trajectory_id=task.trajectory_id, group_id=task.group_id, instance_id=task.instance_id
-                ),
-                session_id=f"{task.trajectory_id}#{next(self._sessions)}.{retry}",
-                lane=lane,
-            )
-
-            # `close` waits for this future, so that no thread runs after the pool is shut down.
-            ended = asyncio.get_running_loop().create_future()
-            self._running.add(ended)
-            try:
-                await self._attempt(attempt)
-                break
-            except InfrastructureError as failure:
-                reason, error = ExitReason.INFRASTRUCTURE, failure
-            except _Masked as failure:
-                reason, error = failure.reason, failure
-                break
-            except RunStopped:
-                raise
-            except Exception as failure:
-                if attempt.engine_failed:
+            attempts = [self._new_attempt(lane, task, retry) for lane, task in zip(lanes, tasks, strict=True)]
+            with self._in_flight():
+                try:
+                    await self._attempt(attempts)
+                    break
+                except InfrastructureError as failure:
+                    reason, error = ExitReason.INFRASTRUCTURE, failure
+                except _Masked as failure:
+                    reason, error = failure.reason, failure
+                    break
+                except RunStopped:
                     raise
-                reason, error = ExitReason.ERROR, failure.__cause__ or failure
-                break
-            finally:
-                self._engine.end_session(attempt.session_id)
-                self._running.discard(ended)
-                ended.set_result(None)
+                except Exception as failure:
+                    if any(attempt.engine_failed for attempt in attempts):
+                        raise
+                    reason, error = ExitReason.ERROR, failure.__cause__ or failure
+                    break
+                finally:
+                    for attempt in attempts:
+                        self._engine.end_session(attempt.session_id)
 
-        # A failed trajectory stays in its group, masked, so that a group always has all of its members.
-        if error is not None:
-            _mask(attempt.trajectory, reason, error)
-        attempt.trajectory.info |= {
-            "submitted": bool(attempt.trajectory.info.get("submitted", False)),
-            "retries": retry,
+        for attempt in attempts:
+            # A failed trajectory stays in its group, masked, so that a group always has all of its members.
+            if error is not None:
+                _mask(attempt.trajectory, reason, error)
+            self._record(attempt, retry)
+        return attempts
+
+    def _new_attempt(self, lane: Lane, task: _Task, retry: int) -> _Attempt:
+        trajectory = Trajectory(
+            trajectory_id=task.trajectory_id, group_id=task.group_id, instance_id=task.instance_id
+        )
+        session_id = f"{task.trajectory_id}#{next(self._sessions)}.{retry}"
+        return _Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane)
+
+    def _record(self, attempt: _Attempt, retries: int) -> None:
+        """Put into the info what is known of any attempt, however it ended."""
+        trajectory = attempt.trajectory
+        trajectory.info |= {
+            "submitted": bool(trajectory.info.get("submitted", False)),
+            "retries": retries,
             "sandbox_seconds": attempt.sandbox_seconds,
             "turns": attempt.turns,
         }
-        if task.record:
-            token_ids = attempt.trajectory.token_ids.tolist()
-            attempt.trajectory.info["token_texts"] = self._chat.token_texts(token_ids)
-        return attempt
+        if attempt.task.record:
+            trajectory.info["token_texts"] = self._chat.token_texts(trajectory.token_ids.tolist())
 
-    async def _attempt(self, attempt: _Attempt) -> None:
-        """Run an episode to its end.
+    async def _attempt(self, attempts: Sequence[_Attempt]) -> None:
+        """Run an episode to its end: one attempt, or one for each of its seats.
 
         Raises:
             InfrastructureError: trying again may help.
@@ -426,25 +443,34 @@ class Collector:
         if self._closing:
             raise _Masked(*_CLOSED)
 
-        task, limit = attempt.task, None
+        first, limit = attempts[0], None
+        task = first.task
         start = partial(start_episode, seed=stream_seed(task.seed, "env"), attempt=task.number)
-        episode = await self._call(attempt, "episode", start, self._suite, task.instance_id)
+        episode = await self._call(first, "episode", start, self._suite, task.instance_id)
+        seats = seats_of(episode)
         try:
-            if isinstance(episode, AgentEpisode):
-                result, reason = await self._run_agent(attempt, episode)
-            else:
-                result, reason = await self._take_turns(attempt, episode)
+            if len(seats) != len(attempts):
+                message = f"an episode with {len(seats)} seats for {len(attempts)} attempts at one game"
+                raise _Masked(ExitReason.ERROR, message)
+            ends = await gather_or_cancel(map(self._run_seat, attempts, seats))
         except (EnvironmentHung, asyncio.CancelledError):
             limit = _CLOSE_S
             raise
         finally:
-            await self._close_episode(attempt, episode, limit)
+            await self._close_episode(first, episode, limit)
 
-        trajectory = attempt.trajectory
-        trajectory.turn_rewards, trajectory.reward = attempt.rewards, sum(attempt.rewards)
-        # An episode may end well on an answer that was cut off, so its own end says nothing about the limit.
-        trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
-        trajectory.info |= result.info | {"exit_reason": reason.value}
+        for side, (attempt, (result, reason)) in enumerate(zip(attempts, ends, strict=True)):
+            trajectory = attempt.trajectory
+            trajectory.side = side
+            trajectory.turn_rewards, trajectory.reward = attempt.rewards, sum(attempt.rewards)
+            # An episode may end well on an answer that was cut off, so its own end says nothing about it.
+            trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
+            trajectory.info |= result.info | {"exit_reason": reason.value}
+
+    async def _run_seat(self, attempt: _Attempt, episode: Any) -> tuple[StepResult, ExitReason]:
+        if isinstance(episode, AgentEpisode):
+            return await self._run_agent(attempt, episode)
+        return await self._take_turns(attempt, episode)
 
     async def _close_episode(self, attempt: _Attempt, episode: Any, limit: float | None) -> None:
         """Free the sandbox. limit: seconds to wait for it when the attempt has failed already; None: all.
@@ -461,7 +487,13 @@ class Collector:
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
-        opening = messages_of(await self._call(attempt, "messages", episode.messages))
+        said = await self._call(attempt, "messages", episode.messages)
+        if isinstance(said, StepResult):  # over before its first turn
+            over = step_of(said, last=True)
+            attempt.rewards.append(over.reward or 0.0)
+            return over, ExitReason.DONE
+
+        opening = messages_of(said)
         attempt.turns += [{"role": m["role"], "text": m["content"][:_MAX_TEXT]} for m in opening]
 
         context = chat.initial(opening, self._tools)

@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.run import Config
-from rlpipe.launch import _note_few_instances, launch, run_task
+from rlpipe.launch import _check_games, _note_few_instances, launch, run_task
 from rlpipe.loop.checkpoints import CheckpointStore
 from tests.helpers.processes import in_a_process
 
@@ -114,3 +114,21 @@ def test_a_step_that_repeats_instances_is_said(capsys):
     assert capsys.readouterr().err == ""
     _note_few_instances(3, 8)
     assert "3 training instances and pipeline.prompts_per_step=8" in capsys.readouterr().err
+
+
+def test_attempts_that_leave_a_seat_of_a_game_empty_are_refused():
+    from types import SimpleNamespace
+
+    def suite(**players):
+        ids = {"train": ["a"], "held_out": ["b"]}
+        return SimpleNamespace(
+            splits=lambda: ["held_out"], instance_ids=ids.get, players=lambda name: players.get(name, 1)
+        )
+
+    config = Config()
+    config.pipeline.group_size, config.val.every, config.val.samples = 8, 1, 1
+    _check_games(config, suite(a=2))
+    with pytest.raises(ValueError, match=r"pipeline.group_size=8 .* 3 at a time .* 'a'.*multiple of 3"):
+        _check_games(config, suite(a=3))
+    with pytest.raises(ValueError, match=r"val.samples=1 .* 2 at a time .* 'b'"):
+        _check_games(config, suite(b=2))

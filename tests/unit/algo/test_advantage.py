@@ -175,3 +175,19 @@ def test_trajectories_without_recorded_turns_are_credited_by_episode():
     assert per_trajectory(groups_with_rewards([1.0, 0.0]), config) == per_trajectory(
         groups_with_rewards([1.0, 0.0])
     )
+
+
+def test_siblings_on_one_side_of_a_game_are_compared_with_each_other_alone():
+    groups = groups_with_rewards([1.0, -1.0, 1.0, 1.0, 0.0, -1.0])
+    for number, trajectory in enumerate(groups[0].trajectories):
+        trajectory.side = number % 2
+    first = per_trajectory(groups_with_rewards([1.0, 1.0, 0.0]))
+    second = per_trajectory(groups_with_rewards([-1.0, 1.0, -1.0]))
+    expected = [side[n] for n in range(3) for side in (first, second)]
+    np.testing.assert_allclose(per_trajectory(groups), expected, rtol=1e-6)
+
+    # A side that always wins has learnt nothing new, whatever the other one did.
+    led = groups_with_rewards([1.0, -1.0, 1.0, -1.0])
+    for number, trajectory in enumerate(led[0].trajectories):
+        trajectory.side = number % 2
+    assert per_trajectory(led) == [0.0] * 4 and led[0].has_equal_rewards()

@@ -1,5 +1,6 @@
 """Games of TextArena: rules, opponents, whose turn it is, and luck that nobody else shares."""
 
+import asyncio
 import random
 import threading
 
@@ -135,6 +136,37 @@ def test_games_at_once_have_their_own_luck_and_leave_pythons_generator_alone():
         thread.join()
     assert at_once == one_by_one and len({str(game) for game in at_once.values()}) > 1
     assert random.random() == expected
+
+
+def test_in_self_play_both_sides_read_their_rules_and_the_others_moves_and_have_their_own_reward():
+    settings = config("TicTacToe-v0", "random")
+    settings.textarena.self_play = True
+    check_environment(settings)
+    suite = make_suite(settings)
+    trained, held_out = suite.instance_ids("train")[0], suite.instance_ids("held_out")[0]
+    assert suite.players(trained) == 2 and suite.players(held_out) == 1
+    assert suite.episode(held_out).messages()[0]["content"].startswith("You are Player 0")
+
+    async def play(seat, moves):
+        seen = [(await seat.messages())[0]["content"]]
+        for move in moves:
+            seen.append(step := await seat.step(move))
+        return seen, step
+
+    async def both(game):
+        return await asyncio.gather(
+            play(game.seats[0], ["[4]", "[6]", "[2]"]), play(game.seats[1], ["[0]", "[1]"])
+        )
+
+    (first, won), (second, lost) = asyncio.run(both(suite.episode(trained)))
+    assert (won.reward, lost.reward) == (1.0, -1.0) and won.done and lost.done
+    assert first[0].startswith("You are Player 0") and second[0].startswith("You are Player 1")
+    assert "[Player 1] [0]" in first[1].observation and "[Player 0] [6]" in second[1].observation
+
+
+def test_self_play_without_an_opponent_for_the_held_out_games_is_refused():
+    with pytest.raises(ValueError, match=r"self_play=true needs an opponent .*opponent=random"):
+        TextArenaConfig(id="TicTacToe-v0", self_play=True)
 
 
 @pytest.mark.parametrize(

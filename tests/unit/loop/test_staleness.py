@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rlpipe.loop.staleness import StalenessGate, equal_rewards, fresh_part
+from rlpipe.loop.staleness import StalenessGate, fresh_part
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 pytestmark = pytest.mark.unit
@@ -79,6 +79,6 @@ def test_a_fresh_group_is_handed_back_as_it_is():
 
 
 def test_masked_siblings_do_not_make_rewards_unequal():
-    assert equal_rewards(group(([0], 1.0), ([0], 1.0), ([0], None)))
-    assert not equal_rewards(group(([0], 1.0), ([0], 0.0)))
-    assert not equal_rewards(group(([0], None), ([0], None)))
+    assert group(([0], 1.0), ([0], 1.0), ([0], None)).has_equal_rewards()
+    assert not group(([0], 1.0), ([0], 0.0)).has_equal_rewards()
+    assert not group(([0], None), ([0], None)).has_equal_rewards()
