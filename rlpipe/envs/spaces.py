@@ -11,7 +11,7 @@ of those. Imports no Gymnasium: the name of its class says which space it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,18 +30,16 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 def check_space(space: Any, where: str) -> None:
     """Raise ValueError for a space that has no text. where: "observation" or "action", for the message."""
-    if parts := _parts(space):
-        for _, part in parts:
-            check_space(part, where)
-        return
+    parts = _parts(space)
+    for _, part in parts:
+        check_space(part, where)
 
-    kind = _kind(space)
-    if kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
+    if not parts and _kind(space) not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
         raise ValueError(f"its {where} space is {space}, which has no text: wrap it in one that has.")
-    if kind in ("Box", "MultiDiscrete", "MultiBinary") and np.prod(space.shape) > MAX_NUMBERS:
+    if not parts and (count := np.prod(space.shape or 1)) > MAX_NUMBERS:
         raise ValueError(
-            f"its {where} space {space} has {np.prod(space.shape)} numbers, above {MAX_NUMBERS}, which a "
-            "model cannot read as text: wrap it in one with fewer."
+            f"its {where} space {space} has {count} numbers, above {MAX_NUMBERS}, which a model cannot read "
+            "as text: wrap it in one with fewer."
         )
 
 
@@ -62,33 +60,21 @@ def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
 def describe(space: Any, names: Sequence[str] = ()) -> str:
     """Say what an answer must be. names: of the actions of a Discrete space, in order."""
     if parts := _parts(space):
-        return ", then ".join(f"{f'{key}: ' if key else ''}{describe(part)}" for key, part in parts)
-
-    match _kind(space):
-        case "Discrete" if names:
-            return f"one of {', '.join(names)}"
-        case "Discrete":
-            return f"a number from {space.start} to {space.start + space.n - 1}"
-        case "MultiDiscrete":
-            low, high = space.start.ravel(), (space.start + space.nvec).ravel() - 1
-            return _numbers(f"{a} to {b}" for a, b in zip(low, high, strict=True))
-        case "MultiBinary":
-            return _numbers(["0 or 1"] * int(np.prod(space.shape)))
-        case "Box":
-            ends = zip(space.low.ravel(), space.high.ravel(), strict=True)
-            return _numbers(f"{a:.4g} to {b:.4g}" for a, b in ends)
-        case _:
-            return f"a text of {space.min_length} to {space.max_length} characters"
+        return ", then ".join(label + describe(part) for label, part in parts)
+    if names:
+        return f"one of {', '.join(names)}"
+    if _kind(space) == "Text":
+        return f"a text of {space.min_length} to {space.max_length} characters"
+    each = [f"{low:.4g} to {high:.4g}" for low, high in zip(*_bounds(space), strict=True)]
+    return f"{len(each)} numbers ({', '.join(each)})" if len(each) > 1 else f"a number from {each[0]}"
 
 
 def to_text(space: Any, value: Any) -> str:
     """Write an observation: numbers with four digits, the parts of a Dict or Tuple on lines of their own."""
     if parts := _parts(space):
-        values = [value[key] for key, _ in parts] if _kind(space) == "Dict" else value
-        return "\n".join(
-            f"{f'{key}: ' if key else ''}{to_text(part, one)}"
-            for (key, part), one in zip(parts, values, strict=True)
-        )
+        values = [value[key] for key in space.spaces] if _kind(space) == "Dict" else value
+        pairs = zip(parts, values, strict=True)
+        return "\n".join(label + to_text(part, one) for (label, part), one in pairs)
     return value if isinstance(value, str) else " ".join(f"{number:.4g}" for number in np.ravel(value))
 
 
@@ -99,8 +85,8 @@ def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
         if len(lines) != len(parts):
             raise ValueError(f"Answer in {len(parts)} lines: {describe(space)}.")
         actions = [to_action(part, line) for (_, part), line in zip(parts, lines, strict=True)]
-        named = dict(zip([key for key, _ in parts], actions, strict=True))
-        return named if _kind(space) == "Dict" else tuple(actions)
+        is_dict = _kind(space) == "Dict"
+        return dict(zip(space.spaces, actions, strict=True)) if is_dict else tuple(actions)
 
     hint = f"Answer with {describe(space, names)}."
     if _kind(space) == "Text":
@@ -124,17 +110,20 @@ def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
 def _named(text: str, names: Sequence[str], space: Any) -> np.int64 | None:
     """Return the one action whose name, or number when there are no names, is in the text as a word."""
     words = names or [str(number) for number in range(space.start, space.start + space.n)]
-    found = [
-        index
-        for index, word in enumerate(words)
-        if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w]|\.\d)", text, re.IGNORECASE)
-    ]
-    return np.int64(space.start + found[0]) if len(found) == 1 else None
+    lowered = [word.lower() for word in words]
+    any_word = "|".join(map(re.escape, lowered))
+    found = set(re.findall(rf"(?<![\w.-])(?:{any_word})(?!\w|\.\d)", text.lower()))
+    return np.int64(space.start + lowered.index(found.pop())) if len(found) == 1 else None
 
 
-def _numbers(ranges: Iterable[str]) -> str:
-    each = list(ranges)
-    return f"{len(each)} numbers ({', '.join(each)})" if len(each) > 1 else f"a number from {each[0]}"
+def _bounds(space: Any) -> list[np.ndarray]:
+    """Return the smallest and the largest value of each number of a space."""
+    if _kind(space) == "Box":
+        ends = space.low, space.high
+    else:
+        low, is_binary = getattr(space, "start", 0), _kind(space) == "MultiBinary"
+        ends = low, low + (1 if is_binary else getattr(space, "nvec", getattr(space, "n", 0)) - 1)
+    return [np.broadcast_to(end, space.shape).ravel() for end in ends]
 
 
 def _kind(space: Any) -> str:
@@ -142,7 +131,7 @@ def _kind(space: Any) -> str:
 
 
 def _parts(space: Any) -> list[tuple[str, Any]]:
-    """Return the named parts of a Dict or Tuple space; the parts of a Tuple have empty names."""
+    """Return the parts of a Dict or Tuple space with their labels; those of a Tuple have none."""
     if _kind(space) == "Dict":
-        return list(space.spaces.items())
+        return [(f"{key}: ", part) for key, part in space.spaces.items()]
     return [("", part) for part in space.spaces] if _kind(space) == "Tuple" else []

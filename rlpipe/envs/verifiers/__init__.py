@@ -1,1 +1,2 @@
-"""verifiers 0.4 in process. `suite` is the environment, `agent` the model's side, `load` the library's."""
+"""verifiers 0.4 in process. `suite` is the environment, `agent` the model's side, `load` and `toolsets` the
+library's."""

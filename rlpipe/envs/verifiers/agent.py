@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.tools.episode import opening
-from rlpipe.envs.tools.parsers import MalformedCall, parse_turn
-from rlpipe.envs.verifiers.load import Served, serve
+from rlpipe.envs.verifiers.toolsets import Served, serve
 
 
 class TheModel:
@@ -72,7 +70,10 @@ class TheModel:
             if answer is None:
                 self.trace.stop("max_turns")
                 return Segment(messages=[], terminated=True)
-            said = await self._answered(answer, len(self.trace.nodes))
+            parser, number = self._config.tools.parser, len(self.trace.nodes)
+            made, said = await self._served.answer(answer, parser, number)
+            self._add(made, sampled=True)
+            self._add(*said)
         return Segment(messages=[node.message for node in self.trace.nodes[start:]])
 
     def _prompts(self) -> list[Any]:
@@ -92,33 +93,6 @@ class TheModel:
         if isinstance(message, str):
             return [UserMessage(content=message)]
         return [parse_message(one) if isinstance(one, dict) else one for one in message or []]
-
-    async def _answered(self, text: str, number: int) -> list[Any]:
-        """Record the model's turn, and return the results of the tools that it calls; none for an answer."""
-        from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
-
-        problem, calls = "", ()
-        if self._served.servers:
-            try:
-                parsed = parse_turn(text, self._config.tools.parser)
-                text, calls = parsed.content if parsed.calls else text, parsed.calls
-            except MalformedCall as error:
-                problem = f"error: {error}"
-
-        ids = [f"call_{number}_{index}" for index in range(len(calls))]
-        made = [
-            ToolCall(id=name, name=call.name, arguments=json.dumps(call.arguments))
-            for name, call in zip(ids, calls, strict=True)
-        ]
-        self._add(AssistantMessage(content=text, tool_calls=made or None), sampled=True)
-
-        results = [
-            ToolMessage(tool_call_id=name, content=await self._served.call(call), name=call.name)
-            for name, call in zip(ids, calls, strict=True)
-        ]
-        said = [ToolMessage(tool_call_id="none", content=problem)] if problem else results
-        self._add(*said)
-        return said
 
     def _add(self, *messages: Any, sampled: bool = False) -> None:
         from verifiers.v1 import MessageNode

@@ -1,42 +1,19 @@
-"""Loads a verifiers environment: its taskset, its `run`, and its tools, served in this process.
+"""Loads a verifiers environment: its taskset and its `run`.
 
 Refuses what needs a harness or a runtime, which `env=verifiers` has not.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlpipe.config.env import EnvConfig, VerifiersConfig
 from rlpipe.config.user_code import load_function
 from rlpipe.envs.base import TRAIN
-from rlpipe.envs.tools.schema import ToolCall
 
 _HARNESS = "harnesses, runtimes and containers are not part of env=verifiers, where the model itself answers"
-
-
-@dataclass(slots=True, kw_only=True)
-class Served:
-    """Tools of an episode. schemas: OpenAI's. servers: by the model's name of a tool, with its own name."""
-
-    schemas: list[dict[str, Any]] = field(default_factory=list)
-    servers: dict[str, tuple[Any, str]] = field(default_factory=dict)
-
-    async def call(self, call: ToolCall) -> str:
-        """Return a tool's result, or what was wrong with the call, as text for the model."""
-        if call.name not in self.servers:
-            return f"error: no tool {call.name!r}; there are {', '.join(self.servers) or 'none'}"
-        server, name = self.servers[call.name]
-        try:
-            result = await server.call_tool(name, call.arguments)
-        except Exception as error:  # wrong arguments, and whatever the tool raises: both go to the model
-            return f"error: {error}"
-        return "\n".join(getattr(part, "text", "") for part in result.content)
 
 
 def load_environment(config: VerifiersConfig) -> Any:
@@ -94,41 +71,6 @@ def tasks_by_split(taskset: Any, config: EnvConfig) -> dict[str, dict[str, Any]]
     names = list(tasks)
     parts = {TRAIN: names[config.held_out_size :], "held_out": names[: config.held_out_size]}
     return {split: {name: tasks[name] for name in ids} for split, ids in parts.items()}
-
-
-async def serve(taskset: Any, task: Any, state: Any = None) -> Served:
-    """Start the tools of a task, which share the state of its trace."""
-    from mcp.server.mcpserver import MCPServer
-
-    served = Served()
-    for toolset in (*type(taskset).toolsets(taskset.config), *type(task).toolsets(task.config)):
-
-        async def pull() -> Any:
-            return state
-
-        async def push(before: bytes) -> None:
-            """Keep nothing: the tools change the state itself."""
-
-        # The library sends the state to a server in another process; here is but one.
-        toolset._pull_state, toolset._push_state = pull, push
-        if state is not None:
-            await toolset.setup()
-            await toolset.setup_task(task.data)
-
-        server = MCPServer(toolset.server_name or type(toolset).__name__)
-        toolset.register(server)
-        for tool in await server.list_tools():
-            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
-            served.servers[name] = server, tool.name
-            function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-            served.schemas.append({"type": "function", "function": function})
-    return served
-
-
-def schemas_of(taskset: Any, task: Any) -> list[dict[str, Any]]:
-    """Return the schemas of the tools, from any thread, in an event loop or not."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, serve(taskset, task)).result().schemas
 
 
 def _check_task(task_class: Any) -> None:

@@ -17,7 +17,8 @@ from rlpipe.envs.base import TRAIN, SplitTable, StepResult
 from rlpipe.envs.rehearsal import rehearse
 from rlpipe.envs.seeded import require
 from rlpipe.envs.verifiers.agent import TheModel
-from rlpipe.envs.verifiers.load import load_environment, schemas_of, tasks_by_split
+from rlpipe.envs.verifiers.load import load_environment, tasks_by_split
+from rlpipe.envs.verifiers.toolsets import schemas_of
 
 
 def check_verifiers(config: EnvConfig) -> None:

@@ -1,0 +1,90 @@
+"""The tools of a task, served in this process, and the calls that a turn of the model makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.config.env import ToolParser
+from rlpipe.envs.tools import schema as tools
+from rlpipe.envs.tools.parsers import MalformedCall, parse_turn
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """Tools of an episode. schemas: OpenAI's. servers: by the model's name of a tool, with its own name."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    servers: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    async def answer(self, text: str, parser: ToolParser, number: int) -> tuple[Any, list[Any]]:
+        """Return a turn of the model as the library's message, and what its calls return; none for an answer.
+
+        number: of the turn's message, which tells its calls from others.
+        """
+        from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
+
+        try:
+            parsed = parse_turn(text, parser) if self.servers else None
+        except MalformedCall as error:
+            return AssistantMessage(content=text), [
+                ToolMessage(tool_call_id="none", content=f"error: {error}")
+            ]
+        if parsed is None or not parsed.calls:
+            return AssistantMessage(content=text), []
+
+        made, results = [], []
+        for index, call in enumerate(parsed.calls):
+            name = f"call_{number}_{index}"
+            made.append(ToolCall(id=name, name=call.name, arguments=json.dumps(call.arguments)))
+            results.append(ToolMessage(tool_call_id=name, content=await self.call(call), name=call.name))
+        return AssistantMessage(content=parsed.content, tool_calls=made), results
+
+    async def call(self, call: tools.ToolCall) -> str:
+        """Return a tool's result, or what was wrong with the call, as text for the model."""
+        if call.name not in self.servers:
+            return f"error: no tool {call.name!r}; there are {', '.join(self.servers) or 'none'}"
+        server, name = self.servers[call.name]
+        try:
+            result = await server.call_tool(name, call.arguments)
+        except Exception as error:  # wrong arguments, and whatever the tool raises: both go to the model
+            return f"error: {error}"
+        return "\n".join(getattr(part, "text", "") for part in result.content)
+
+
+async def serve(taskset: Any, task: Any, state: Any = None) -> Served:
+    """Start the tools of a task, which share the state of its trace."""
+    from mcp.server.mcpserver import MCPServer
+
+    served = Served()
+    for toolset in (*type(taskset).toolsets(taskset.config), *type(task).toolsets(task.config)):
+
+        async def pull() -> Any:
+            return state
+
+        async def push(before: bytes) -> None:
+            """Keep nothing: the tools change the state itself."""
+
+        # The library sends the state to a server in another process; here is but one.
+        toolset._pull_state, toolset._push_state = pull, push
+        if state is not None:
+            await toolset.setup()
+            await toolset.setup_task(task.data)
+
+        server = MCPServer(toolset.server_name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
+            served.servers[name] = server, tool.name
+            function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+            served.schemas.append({"type": "function", "function": function})
+    return served
+
+
+def schemas_of(taskset: Any, task: Any) -> list[dict[str, Any]]:
+    """Return the schemas of the tools, from any thread, in an event loop or not."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, serve(taskset, task)).result().schemas
