@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-# Ends the message of a run that stopped; `launch` says so when there is no checkpoint yet.
+# Ends the message of a run that stopped; `launch` states when there is no checkpoint yet.
 CONTINUES = "Run again, it continues from the newest checkpoint."
 
 

@@ -167,7 +167,7 @@ async def recording(
 ) -> AsyncIterator[Callable[[Prompt, int], Awaitable[Group]]]:
     """Yield a function that rolls out a prompt's group on the least loaded of `rollout.workers` engines."""
     rollout = config.rollout
-    config = replace(config, metrics=replace(config.metrics, rollouts_per_step=0))  # nobody reads the drafts
+    config = replace(config, metrics=replace(config.metrics, rollouts_per_step=0))  # the drafts are not read
     options = {"num_cpus": 1, "num_gpus": _gpus() * rollout.cards, "max_concurrency": 1000}
     actor: Any = ray.remote(**options)(RolloutWorker)
     workers = Workers(

@@ -18,7 +18,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def choose_interface(config: Config) -> None:
-    """Set both variables in this actor of a Ray cluster; a Ray of this machine alone needs none."""
+    """Set both variables in this actor of a Ray cluster; a Ray on only this machine needs none."""
     if not config.cluster.address:
         return
     import ray

@@ -76,7 +76,7 @@ class Placement:
 
     @property
     def free(self) -> int:
-        """How many workers may join in the places of drained ones."""
+        """Return how many workers may join in the places of drained ones."""
         return len(self._left)
 
     def leave(self, number: int) -> None:
@@ -91,7 +91,7 @@ class Placement:
             remove_placement_group(self._groups.pop())
 
     def _reserve(self, bundles: list[Bundle], strategy: str) -> None:
-        """Reserve bundles, or give everything back and say which find no place."""
+        """Reserve bundles, or release everything and return those that find no place."""
         # By Ray's choice: should a node be lost, Ray then moves its bundles to another.
         group = placement_group(bundles, strategy=strategy)
         if group.wait(_OWN_CHOICE_S):

@@ -117,5 +117,5 @@ async def _do(cluster: RayCluster, asked: dict[str, Any]) -> tuple[str, int]:
 
     number, grace = int(asked["worker"]), float(asked["grace"])
     again = await cluster.drain_worker(number, grace)
-    others = f"; {again} of its groups are played again by others" if again else ""
+    others = f"; {again} of its groups are rerun by others" if again else ""
     return f"rollout worker {number} has left{others}", -1

@@ -215,7 +215,7 @@ class RayCluster(Cluster):
         receiving = asyncio.ensure_future(self._workers.settle_all(receive, serving=True))
         try:
             await self._call_ranks("broadcast", lambda rank: rank.__ray_ready__.remote())
-        finally:  # when the trainer dies the workers fail too; its own error says more and is raised first
+        finally:  # when the trainer dies the workers fail too; its error is more precise and raised first
             results = await receiving
 
         metrics: list[dict[str, Value]] = []

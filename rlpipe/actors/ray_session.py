@@ -152,9 +152,7 @@ class RaySession:
             dead = [p for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead and not self._stopped.is_set():
                 name, pid = processes[dead[0]], dead[0].pid
-                return on_death(
-                    f"Ray's process {name} (pid {pid}) died, and the run cannot go on without it. {CONTINUES}"
-                )
+                return on_death(f"Ray's process {name} (pid {pid}) died; the run needs it. {CONTINUES}")
 
 
 def sweep() -> None:

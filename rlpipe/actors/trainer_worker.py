@@ -273,7 +273,7 @@ class TrainerWorker:
                 else ("no", "draft.train=off")
             )
             raise ValueError(
-                f"{directory} holds {holds} draft co-trained beside the policy: continue with {train}, or "
+                f"{directory} holds {holds} draft co-trained with the policy: continue with {train}, or "
                 "choose another run.dir."
             )
 

@@ -44,7 +44,7 @@ class DataOrder:
         return step * self._batch / len(self._trajectories)
 
     def _index(self, position: int) -> int:
-        """Return which trajectory stands at a position of the endless sequence of epochs."""
+        """Return the trajectory at a position of the endless sequence of epochs."""
         epoch, within = divmod(position, len(self._trajectories))
         if epoch not in self._orders:
             order = list(range(len(self._trajectories)))

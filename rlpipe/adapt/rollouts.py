@@ -1,6 +1,6 @@
 """Rollouts of the model that is adapted, sampled once and stored as JSONL.
 
-Owns the file. Its first line says what the rollouts are of (backbone, environment, sampling); a file of
+Owns the file. Its first line describes the rollouts (backbone, environment, sampling); a file of
 other rollouts is refused. Every other line is a trajectory:
 
     index           number of its prompt in the run's prompt stream; prompts end in any order
@@ -121,7 +121,7 @@ class _Groups:
             self.by_index.setdefault(line["index"], []).append(read(line))
         self.by_index = {i: group for i, group in self.by_index.items() if len(group) == samples}
 
-        # Lines of incomplete groups would stand beside those of the group that is generated again.
+        # Lines of incomplete groups would be next to those of the group that is generated again.
         complete = [line for line in lines[1:] if line["index"] in self.by_index]
         if len(complete) < len(lines) - 1 or not file.read_bytes().endswith(b"\n"):
             file.write_text(_lines([source, *complete]))

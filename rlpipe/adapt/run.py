@@ -7,8 +7,8 @@
     held-out prompts --> engine (each mode) --> counts <-- trainer.mtp_stats on the same tokens
 
 Owns the loop and its files: rollouts.jsonl, evaluations/step_N.json, checkpoints/step_N, and, after the
-last step, model/ (what engines load; for EAGLE-3 draft/, the draft alone) and results.json. Batches are
-functions of the step, and evaluation leaves the trainer as it was: a resumed run goes on bit for bit.
+last step, model/ (for EAGLE-3 draft/, only the draft) and results.json. Batches are
+functions of the step, and evaluation does not change the trainer: a resumed run continues bit for bit.
 
 Differences from Bebop §6.1: the data are the policy's own samples unless given; prefixes of siblings are
 run once; the depths trained for are `draft.depths`, three by default where the paper trains five.
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 class Adaptation:
     """The task `mtp_adapt`; `step` counts optimizer steps done.
 
-    All is in this process, but for several trainer ranks, and several engines that record rollouts.
+    Everything runs in this process, except several trainer ranks, and several engines that record rollouts.
     done: step of the newest checkpoint, None without one; later evaluations are measured again.
     """
 
@@ -417,7 +417,7 @@ def _objective(draft: DraftConfig) -> dict[str, str]:
 def _make_trainer(
     config: Config, trajectories: Sequence[Trajectory]
 ) -> MegatronTrainer | DraftTrainer | TrainerRanks:
-    """A trainer of the draft alone, with a short warm-up and a constant learning rate."""
+    """A trainer of only the draft, with a short warm-up and a constant learning rate."""
     draft = replace(
         config.draft,
         warmup_steps=ceil(config.adapt.warmup * config.run.steps),
@@ -448,7 +448,7 @@ def _make_trainer(
 
 
 def _step_metrics(step: int, batch: PackedBatch, order: DataOrder, seconds: float) -> dict[str, Value]:
-    """What only the loop knows."""
+    """Return the state that only the loop has."""
     return {
         "training/global_step": Last(step),
         "training/epoch": Last(order.epoch(step)),

@@ -251,7 +251,7 @@ def accept_and_weigh(inputs: ObrsInputs, config: ObrsConfig) -> ObrsOutcome:
     _check_sizes(inputs)
     accept_prob = acceptance(inputs.target, inputs.rollout, config.lam)
 
-    # The top-k estimate is also computed beside an exact normaliser, so that metrics can compare the two.
+    # The top-k estimate is also computed with an exact normaliser, so that metrics can compare the two.
     exact, top = None, (inputs.target_top, inputs.rollout_top)
     if config.normalizer is ObrsNormalizer.EXACT:
         exact = normalizer_bounds(*top, config.lam)[1]

@@ -103,5 +103,5 @@ def rehearsed(setting: str, name: str, call: Callable[[], Any]) -> Any:
 def _raised(setting: str, name: str, error: BaseException) -> ValueError:
     return ValueError(
         f"{raised_at(error)}: {setting}={name!r} raised {described(error)} on a batch of four answers. "
-        "Correct that line; docs/your_algorithm.md says what it gets."
+        "Correct that line; docs/your_algorithm.md describes its arguments."
     )

@@ -48,7 +48,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         overrides: as after `rlpipe run`, for example ["+recipe=swe_rl", "run.steps=2"].
 
     Raises:
-        ValueError: no recipe, an unknown setting or an impossible value; says which, and what to do.
+        ValueError: no recipe, an unknown setting or an impossible value; the message names it and the remedy.
     """
     config, _ = config_of(overrides)
     if not config.recipe:

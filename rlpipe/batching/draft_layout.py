@@ -51,7 +51,7 @@ def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> Draf
     Args:
         micro_batch: as the backbone runs it.
         depths: K, tokens that the draft reads after an anchor.
-        multiple: the number of anchors is filled up to one, with a branch that nobody attends to.
+        multiple: the number of anchors is filled up to one, with a branch that no token attends to.
     """
     starts = np.cumsum([0, *(branch.length for branch in micro_batch.branches)])
     ends = np.cumsum(micro_batch.mask.sum(1).astype(np.int64))

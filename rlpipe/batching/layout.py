@@ -66,7 +66,7 @@ def lay_out(
         rows: [B] indices of those to lay out.
         inputs: tokens of each of them that are read.
         shared: how many of these the row before has, too (the first entry is ignored).
-        size: tokens to fill the micro-batch up to, with a branch that nobody attends to.
+        size: tokens to fill the micro-batch up to, with a branch that no token attends to.
 
     Raises:
         ValueError: candidates are wanted and a trajectory has no top_logprobs.

@@ -50,9 +50,9 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Features:
-    """What a server offers. gamma: drafts of a step; mode: how they are verified, where the server says so.
+    """What a server offers. gamma: drafts of a step; mode: how they are verified, if the server reports it.
 
-    dtype: of its weights, "" where it does not say.
+    dtype: of its weights, "" if it does not report it.
     """
 
     dialect: str
@@ -304,7 +304,7 @@ class Server:
             async with capacity:
                 self.requests += 1
                 body = self._dialect.body(prompt, count=some, temperature=temperature, tokens=tokens)
-                # A lost answer says nothing of its tokens, so that sampling anew keeps the distribution.
+                # Losing an answer does not depend on its tokens, so sampling anew keeps the distribution.
                 answers = self._dialect.read(await self._client.read(self._dialect.path, body))
                 if len(answers) != some:
                     raise ServerError(f"{self._dialect.path} gave {len(answers)} of {some} samples.")

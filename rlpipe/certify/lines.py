@@ -25,7 +25,7 @@ STATISTICAL = (FIRST, TAIL, LATER, TEMPERATURE, ACCEPTANCE)
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """A line. passed: None where it was not judged, and `seen` says why.
+    """A line. passed: None if it was not judged; `seen` has the reason.
 
     p: of a statistical line, which fails below `alpha`. power: the smallest fault that it sees. numbers: by
     name, for other programs.
@@ -107,7 +107,7 @@ class Judge:
         share = self._mixture([draws], self.each)
         return self._statistical(
             FIRST,
-            "Does each of a prompt's likely first tokens come as often as the model says?",
+            "Does each of a prompt's likely first tokens come as often as the model predicts?",
             p,
             f"{len(draws):,} tokens after {len(draws.law)} prompts, p = {_p(p)}",
             power=power.mixture_text(share),
@@ -123,7 +123,7 @@ class Judge:
         cut = power.largest_cut(draws, self.each, self._rng(11)) if self.says_power else None
         return self._statistical(
             TAIL,
-            "Do unlikely first tokens come as often as the model says?",
+            "Do unlikely first tokens come as often as the model predicts?",
             p,
             f"{seen[1:].sum()} of {len(draws):,} tokens beyond the likeliest 90%, {expected[1:].sum():.0f} "
             f"expected; beyond the likeliest 99%, {seen[3:].sum()} and {expected[3:].sum():.0f}; p = {_p(p)}",
@@ -133,7 +133,7 @@ class Judge:
 
     def later_tokens(self) -> Line:
         """Judge each token after the first, given those before it."""
-        question = "Given the tokens before it, does each later token come as often as the model says?"
+        question = "Given the tokens before it, does each later token come as often as the model predicts?"
         if not self.evidence.features.ids_out:
             return _not_judged(LATER, question, "the server returns no token ids")
         draws = later_draws(self.evidence.samples)

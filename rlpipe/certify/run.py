@@ -95,7 +95,7 @@ async def collect(
         own_draft: accepted drafts and verify steps of the checkpoint's own draft: by prompt, [n, 2], from
             prompts, features, answers of each prompt and tokens of each.
         why_no_draft: in words, where own_draft is None.
-        progress: is told what is done next.
+        progress: called with the next activity.
 
     Returns:
         the evidence, and the seconds that its parts took.

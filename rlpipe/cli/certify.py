@@ -1,4 +1,4 @@
-"""`rlpipe certify URL --model PATH`: says whether a server's tokens have its model's distribution."""
+"""`rlpipe certify URL --model PATH`: tests whether a server's tokens have its model's distribution."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlpipe certify",
-        description="Sample a server and say whether its tokens have its model's distribution: SGLang, or "
+        description="Sample a server and test whether its tokens have its model's distribution: SGLang, or "
         "one with OpenAI's /v1/completions or /v1/chat/completions, such as vLLM. Exit status 0: no fault "
         "found; 1: a fault; 2: it cannot be judged.",
     )
@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one a line (four short ones)")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="the server's EAGLE-3 draft")
-    parser.add_argument("--dtype", default="", help="number format of the server (as it or config.json says)")
+    parser.add_argument(
+        "--dtype", default="", help="number format of the server (default: the server's or config.json's)"
+    )
     parser.add_argument("--name", default="", help="of the model in requests (the first of /v1/models)")
     parser.add_argument(
         "--body", type=json.loads, default={}, metavar="JSON", help="fields of every OpenAI request"

@@ -163,7 +163,7 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         return f"{' '.join(given)}: {named[1]} is chosen twice. Keep one of them."
     if "DictConfig" in text and "full_key: recipe" in text + str(error):
         return (
-            f"{_place(error)}its settings stand under `recipe`, which is a name. Make "
+            f"{_place(error)}its settings are under `recipe`, which is a name. Make "
             "`# @package _global_` the first line of the file."
         )
 

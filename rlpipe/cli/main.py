@@ -116,7 +116,7 @@ def graft(arguments: Sequence[str]) -> int:
 
 
 def certify(arguments: Sequence[str]) -> int:
-    """Say whether a server's tokens have its model's distribution; returns the exit status."""
+    """Test whether a server's tokens have its model's distribution; returns the exit status."""
     from rlpipe.cli.certify import main
 
     return main(arguments)

@@ -61,7 +61,7 @@ def _wait(file: Path, run_dir: Path) -> int:
         if found["state"] == "refused":
             return _fail(found["said"])
         if found["state"] == "accepted" and not accepted:
-            print("asked; the run goes on meanwhile", flush=True)
+            print("requested; the run continues meanwhile", flush=True)
             accepted = True
 
         # The run deletes the folder when it ends; a hanging run never reads the request.

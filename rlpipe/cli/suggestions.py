@@ -26,7 +26,7 @@ def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def closest_setting(key: str) -> str:
-    """Return the setting that a name most likely stands for; empty when none is close.
+    """Return the setting that a name most likely means; empty when none is close.
 
     >>> closest_setting("steps"), closest_setting("spec.gama")
     ('run.steps', 'spec.gamma')

@@ -266,7 +266,7 @@ class AlgoConfig:
         if self.correction.is_obrs and self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_MEAN:
             raise ValueError(
                 f"algo.correction={self.correction} with algo.loss_agg={self.loss_agg}: the mean over a "
-                "sequence counts the tokens it keeps alone, so a sequence would weigh the same however few "
+                "sequence counts only the tokens it keeps, so a sequence would weigh the same however few "
                 "they are. Set algo.loss_agg=token-mean."
             )
         self._check_mask()

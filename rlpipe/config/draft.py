@@ -127,7 +127,7 @@ def check_draft(config: DraftConfig, hf_config: Mapping[str, Any], path: str) ->
 
     if config.windows and hf_config.get("linear_num_key_heads"):
         raise ValueError(
-            f"draft.objective={config.objective} goes on from the keys of a pass, and the gated delta nets "
+            f"draft.objective={config.objective} continues from the keys of a pass, and the gated delta nets "
             f"of {path!r} keep none: set draft.objective=e2e_tv."
         )
 

@@ -266,7 +266,7 @@ class VerifiersConfig:
     """Fields of the taskset's own config."""
 
     env: str = ""
-    """A verifiers `Env` with one agent, by module:Class or file.py:Class, that plays the tasks over several
+    """A verifiers `Env` with one agent, by module:Class or file.py:Class, that runs the tasks over several
     turns. Empty: the installed package's own, else one answer."""
 
 
@@ -432,7 +432,7 @@ class EnvConfig:
                 "http://127.0.0.1:8000."
             )
         elif self.name is EnvName.USER:
-            raise ValueError("env.name=user plays a suite of your own: name it by env.suite=my_env.py:NAME.")
+            raise ValueError("env.name=user runs your suite: name it by env.suite=my_env.py:NAME.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
         at_least(0, self, "env", "retries", "step_timeout_s")
         _check_sizes(self, "env")

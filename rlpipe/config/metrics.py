@@ -61,7 +61,7 @@ class MetricsConfig:
     """See `AdviceConfig`."""
 
     waiting_s: float = 30.0
-    """Seconds without progress after which the console says what the run waits for; again after twice as
+    """Seconds without progress after which the console names what the run waits for; again after twice as
     long, four times, ... 0: never."""
 
     report: bool = True
@@ -73,7 +73,7 @@ class MetricsConfig:
     def __post_init__(self) -> None:
         at_least(0, self, "metrics", "report_every", remedy="0 writes the report only at the end")
         at_least(0, self, "metrics", "rollouts_per_step", remedy="0 writes none")
-        at_least(0, self, "metrics", "waiting_s", remedy="0 never says what a run waits for")
+        at_least(0, self, "metrics", "waiting_s", remedy="0 never names what a run waits for")
 
         if not 0 <= self.prometheus_port < 65536:
             raise ValueError(

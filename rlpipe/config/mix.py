@@ -22,7 +22,7 @@ _COMMON = ("threads", "retries", "step_timeout_s", "sandbox", "mix")  # belong t
 def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
     """Return share and settings of the members of `env.mix`, by name.
 
-    A member has the defaults of `env`, not what the run's own `env` says; threads, retries, the time limit of
+    A member has the defaults of `env`, not the values of the run's `env`; threads, retries, the time limit of
     a step and the sandbox are those of the run. Raises ValueError.
     """
     members: dict[str, tuple[float, EnvConfig]] = {}
@@ -44,9 +44,9 @@ def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
         if common := [key for key in _COMMON if key in settings]:
             raise ValueError(f"{where}.{common[0]}: it is one for the run, set env.{common[0]}.")
         if not {"name", "suite"} & settings.keys():
-            raise ValueError(f"{where} has neither name nor suite: say which environment it is.")
+            raise ValueError(f"{where} has neither name nor suite: name its environment.")
 
-        # Data and reward of a member stand beside its other settings.
+        # Data and reward of a member are next to its other settings.
         task = {key: settings.pop(key) for key in _TASK if key in settings}
         if task:
             settings["function"] = task

@@ -53,7 +53,7 @@ class PipelineConfig:
 
         if self.oversample > 1 and self.stale is not Stale.DROP:
             raise ValueError(
-                f"pipeline.oversample={self.oversample} plays groups that are not trained on, and "
+                f"pipeline.oversample={self.oversample} runs groups that are not trained on, and "
                 f"pipeline.stale={self.stale} trains on all: set pipeline.stale=drop, or oversample=1."
             )
 

@@ -4,7 +4,7 @@
 fields belong to the loss and the reward of `ppow` and `ppow_exact`.
 
 The paper's Table 5, its hyperparameters, is empty in the text that is available. Each default is either from
-its prose, or our choice where the field says so.
+its prose, or rlpipe's choice, as stated per field.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class RolloutConfig:
 
         at_least(1, self, "rollout", "workers", "max_running", "max_new_tokens", "threads", "prefill_tokens")
         at_least(2, self, "rollout", "max_context", remedy="it holds a prompt token and a sampled one")
-        at_least(0, self, "rollout", "concurrent_groups", remedy="0 plays all that are admitted")
+        at_least(0, self, "rollout", "concurrent_groups", remedy="0 runs all that are admitted")
         at_least(0, self, "rollout", "temperature", remedy="0 is greedy, 1.0 samples the policy")
 
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -152,7 +152,7 @@ class TrainerConfig:
         if self.lora.active and self.layers is LayerSpec.TE:
             raise ValueError(
                 f"trainer.layers=te with trainer.lora.rank={self.lora.rank}: TransformerEngine fuses norms "
-                "into the layers that adapters stand beside. Set trainer.layers=local, or "
+                "into the layers that have LoRA adapters. Set trainer.layers=local, or "
                 "trainer.lora.rank=0."
             )
 

@@ -94,7 +94,7 @@ def fit_input_proj(states: Sequence[States], eps: float) -> tuple[Tensor, float]
     pairs = [_pairs(one, eps) for one in states if len(one.hidden) > 1]
     inputs, outputs = (torch.cat(part).double() for part in zip(*pairs, strict=True))
 
-    # An attention sink has a norm hundreds of times that of others, and would decide the fit alone.
+    # An attention sink has a norm hundreds of times that of others, and would dominate the fit.
     power = outputs.pow(2).mean(1)
     ordinary = power < _SINK * power.median()
     inputs, outputs = inputs[ordinary], outputs[ordinary]

@@ -78,7 +78,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def _correct_tokenizer(file: Path, tokenizer: Any, config: Mapping[str, Any]) -> None:
-    """Write the special tokens that the file's metadata gave config.json; decoding leaves spaces alone."""
+    """Write the special tokens that the file's metadata gave config.json; decoding keeps spaces."""
     settings = json.loads(file.read_text())
     for name in ("is_local", "local_files_only", *_SPECIAL_IDS):
         settings.pop(name, None)

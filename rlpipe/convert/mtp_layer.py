@@ -1,7 +1,7 @@
 """An MTP layer as a file: reading one, and adding it to a checkpoint that has none.
 
-The layer is stored in `mtp.safetensors` beside the checkpoint's weights, which stay as they are: engines and
-trainer read both, and transformers, which knows no MTP layer, reads the model alone.
+The layer is stored in `mtp.safetensors` next to the checkpoint's weights, which do not change: engines and
+trainer read both, and transformers, which ignores MTP layers, reads only the model.
 """
 
 from __future__ import annotations

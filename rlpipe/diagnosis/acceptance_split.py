@@ -5,7 +5,7 @@
     entropy    slope (H_late - H_early), H of the sampled tokens
     mismatch   what the draft lost on the fixed contexts of the probe set: D alpha* - slope D H*
     staleness  what the engine accepted minus what the newest weights would have, of the same drafts
-    contexts   the remainder: contexts that are easier or harder to draft for than their entropy says
+    contexts   the remainder: contexts that are easier or harder to draft for than their entropy predicts
 
 Owns the spans, the parts and their 95% intervals, per depth and overall. The controller emits them with
 every step (`acceptance_split/*`); summary, plots, TensorBoard, W&B, Prometheus and console have these numbers
@@ -47,7 +47,7 @@ EARLY_STEPS = "acceptance_split/early_steps"
 SECOND_ENTROPY = "actor/entropy"  # the trainer's, of the same tokens
 MAX_EARLY, MIN_EARLY, MIN_WINDOW = 20, 6, 3
 PARTS = ("total", "entropy", "mismatch", "staleness", "contexts")
-OVERALL = 0  # in place of a depth
+OVERALL = 0  # instead of a depth
 MAX_NOISE = 0.1  # of an entropy against its variation: flattens a slope by one percent
 
 

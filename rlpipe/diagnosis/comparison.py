@@ -2,7 +2,7 @@
 
 Owns the readings of every arm and the sentences at the top of a comparison; `seeds` decides which runs form
 an arm. An arm of several seeds has intervals over seeds. A single run has one for its held-out reward only,
-over the instances: it says how well this run was measured, not what another seed would give.
+over the instances: it covers the measurement of this run, not other seeds.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _meaning(arms: Sequence[RunData]) -> str:
         parts.append("over seeds (Student's t; of a difference Welch's) where an arm has several")
     if single:
         parts.append(
-            "over held-out instances where it is a single run: they say nothing about another seed, so "
+            "over held-out instances where it is a single run: they do not cover other seeds, so "
             "compare several (run.seed=0,1,2 --multirun)"
         )
     several = f", each of {len(arms) - 1} comparisons by itself" if len(arms) > 2 else ""

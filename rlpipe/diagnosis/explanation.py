@@ -36,7 +36,7 @@ CLAIMS = {
     "draft_stale": "the target moved and the draft, which is not trained, fits it differently",
     "draft_training": "on the same text target and draft fit differently than at first, though the draft is "
     "trained online",
-    "contexts": "the policy visits other contexts, which are easier or harder to draft for than entropy says",
+    "contexts": "the policy visits other contexts, easier or harder to draft for than entropy predicts",
     "staleness": "the engines' weights lag further behind than at first",
 }
 ENTROPY_HINT = (
@@ -138,7 +138,7 @@ def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, 
     """Return the finding without a clear part: a constant staleness, no change, or an unsettled one."""
     if standing is not None and standing.clear and standing.value <= -MIN_STANDING:
         text = (
-            f"{head}, but throughout engines kept {points(standing)} beside what the newest weights "
+            f"{head}, but throughout engines kept {points(standing)} next to what the newest weights "
             "would have: a constant staleness, which no change shows."
         )
         return Finding(name="standing_staleness", text=text, hint=_staleness_hint(setup))
@@ -169,7 +169,7 @@ def _explain_by_steps(split: Split) -> Finding:
         all(rest.clear for rest in split.rests.values())
         and len({r.value > 0 for r in split.rests.values()}) == 1
     ):
-        text = head + "More changed than entropy goes along with. Steps cannot say what: probes can."
+        text = head + "More changed than entropy explains. Steps cannot show what: probes can."
         return Finding(name="unexplained", text=text, hint=PROBE_HINT, sure=False)
     alongs = [slope.times(split.entropy_change) for slope in split.slopes.values()]
     if all(along.clear and abs(along.value) > abs(split.total.value) / 2 for along in alongs):

@@ -1,7 +1,7 @@
 """Runs that are compared: named by the settings that differ, seeds of one configuration as one arm.
 
 Owns which runs belong together and what an arm's records are: the means over its seeds. The intervals of an
-arm are over seeds (Student's t), because a run is one draw: nothing within it says what another seed gives.
+arm are over seeds (Student's t), because a run is one draw: it does not show what another seed gives.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _acceptance(run: RunData, cause: Finding | None) -> str:
         return ""
     early = early_steps(run.planned_steps or run.steps)
     return (
-        f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. To say why takes an early phase of {early} steps "
+        f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. Explaining it takes an early phase of {early} steps "
         f"with drafts, and {MIN_WINDOW} more; to be sure, {MIN_PROBES} probes (metrics.probe.every)."
     )
 

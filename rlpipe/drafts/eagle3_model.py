@@ -258,7 +258,7 @@ def read_draft(
     """Read shape and weights of the draft in a directory, on the CPU; target: `config.json` of its target.
 
     An embedding in the draft's files is left out, as SGLang does: the target's is used.
-    Raises ValueError, besides `read_shape`'s, for missing, unknown or misshapen tensors and an impossible
+    Raises ValueError, as `read_shape` and for missing, unknown or misshapen tensors and an impossible
     vocabulary.
     """
     from safetensors.torch import load_file

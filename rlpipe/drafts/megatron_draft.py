@@ -2,7 +2,7 @@
 
 Owns how hidden states of the target become hidden states of the draft; owns no loss and no weights.
 Megatron's stock MTP rolls the tokens of a row by one per depth and attaches its loss to the target's graph;
-here the caller says which token each anchor reads, so anchors may lie in any layout, and nothing runs
+here the caller chooses the token that each anchor reads, so anchors may lie in any layout, and nothing runs
 unless this function is called: a frozen draft costs a policy step nothing.
 """
 

@@ -3,7 +3,7 @@
     an episode: connect to /ws, reset(seed) -> observation, step(action) -> observation, reward, done
 
 Owns the client's side of OpenEnv's protocol (0.10), JSON over a WebSocket; no package of it is needed here.
-The server's `/schema` says what an action is: an answer is its one required field, or else a JSON object. One
+The server's `/schema` defines an action: an answer is its one required field, or else a JSON object. One
 that the schema refuses is answered by the reason; any other failure of a server is an InfrastructureError.
 """
 
@@ -23,7 +23,7 @@ from rlpipe.envs.seeded import SeededSuite, opening, require
 
 
 def check_openenv(config: EnvConfig) -> None:
-    """Read the server's schema, and play the start of an episode. Raises ValueError."""
+    """Read the server's schema, and run the start of an episode. Raises ValueError."""
     require("websockets", extra="openenv")
     try:
         with closing(OpenEnvEpisode(config, _action_schema(config), 0)) as episode:

@@ -5,7 +5,7 @@
     to_action(space, text)    an action; ValueError, with what to answer instead, when the text names none
 
 Owns Discrete (by name where names are known), MultiDiscrete, MultiBinary, small Box, Text, and Dict and Tuple
-of those. Imports no Gymnasium: the name of its class says which space it is.
+of those. Imports no Gymnasium: the name of its class identifies the space.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A suite that lives outside the package: imported by name, made, and checked before any episode starts.
 
-`env.suite` names what makes a suite, or a class with `messages` and `step` alone: `ClassSuite` then makes an
+`env.suite` names a maker of suites, or a class with only `messages` and `step`: `ClassSuite` then makes an
 episode of it for each seed.
 """
 

@@ -232,7 +232,7 @@ def _require_fit(dump: Dump, config: Config) -> None:
     # The correction reads a number of logprobs per token, which must have been stored.
     if dump.about["candidates"] < own["candidates"]:
         raise ValueError(
-            f"{where} holds {dump.about['candidates']} candidates beside each token, and "
+            f"{where} holds {dump.about['candidates']} candidates for each token, and "
             f"algo.correction={config.algo.correction} reads {own['candidates']}: make the dump with the "
             "same algo settings, or choose another algo.correction."
         )

@@ -362,7 +362,7 @@ def _lines(db: sqlite3.Connection) -> Iterator[str]:
         yield f"dropped, {reason}: {count} prompts"
 
     (again,) = db.execute("SELECT COUNT(*) FROM prompts WHERE attempts > 1").fetchone()
-    yield f"played more than once (resumed runs): {again} prompts"
+    yield f"run more than once (resumed runs): {again} prompts"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

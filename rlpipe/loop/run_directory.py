@@ -39,7 +39,7 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "cluster": None,
 }
 # Settings of an RL run that leave the distribution of its tokens as it is: verification is exact whatever is
-# drafted. They may change too, and the log says so.
+# drafted. They may change too, and the log states it.
 _LOSSLESS = ("mode", "gamma", "adaptive", "tree", "suffix", "draft_vocab")
 _SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # of what a trainer's checkpoint holds
 _SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # of which all but `constant` end with run.steps
@@ -91,7 +91,7 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
         raise ValueError(
             f"run.dir={str(run_dir)!r} holds a run at step {step}, and neither {CONFIG} nor {HISTORY}/ there "
             "can be read, so it is not known whether the settings are the same: restore one, choose another "
-            "run.dir, or set run.resume=anyway to go on with these settings."
+            "run.dir, or set run.resume=anyway to continue with these settings."
         )
     new = _flat(resolved)
     changed = differences(begun, new)
@@ -110,7 +110,7 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
         shown = "; ".join(f"{name}: {change}" for name, change in other.items())
         raise ValueError(
             f"run.dir={str(run_dir)!r} holds a run at step {step} with other settings: {shown}. Take those "
-            "values again, choose another run.dir, or set run.resume=anyway to go on with the new ones."
+            "values again, choose another run.dir, or set run.resume=anyway to continue with the new ones."
         )
 
     return changed

@@ -152,7 +152,7 @@ class MetricsBus:
             worker.put("event", event)
 
     def progressed(self) -> None:
-        """Note that the run goes on; events and steps do that by themselves."""
+        """Record progress of the run; events and steps do that by themselves."""
         self._progress = time.monotonic()
 
     def quiet_seconds(self) -> float:

@@ -86,7 +86,7 @@ class PrometheusSink:
             self._thread.join()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the run goes on, and its state: running, stalled, or how it ended."""
+        """Return whether the run is in progress, and its state: running, stalled, or how it ended."""
         quiet = time.monotonic() - self._last_step
         limit = self._quiet_s if self._values else 3 * self._quiet_s
         state = self._outcome or ("stalled" if limit and quiet > limit else "running")

@@ -85,7 +85,7 @@ DENSE_LAYER = (
 )
 ROUTER = Part(("mlp.router.weight",), ("mlp.gate.weight",))
 ROUTER_BIAS = Part(("mlp.router.expert_bias",), ("mlp.gate.e_score_correction_bias",))
-MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer, in this order
+MIMO_DRAFT = (  # tensors of an MTP layer outside its decoder layer, in this order
     Part(("enorm.weight",), ("token_layernorm.weight",)),
     Part(("hnorm.weight",), ("hidden_layernorm.weight",)),
     Part(("eh_proj.weight",), ("input_proj.weight",), Layout.SWAPPED),
@@ -120,11 +120,11 @@ def whole_number(name: str, value: Any) -> int:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Experts:
-    """A mixture of experts in place of each layer's MLP; a token's weights are a softmax of its scores.
+    """MoE instead of each layer's MLP; a token's weights are a softmax of its scores.
 
     count: of experts, each a gated MLP of `intermediate` channels. per_token: how many of them read a token,
     those of the highest scores. normed: whether the weights of those sum to 1, or those of all experts.
-    sigmoid: weights are sigmoids of the scores, a bias is added to them for the choice alone.
+    sigmoid: weights are sigmoids of the scores, a bias is added to them only for the choice.
     scaling: what the weights are multiplied by. shared: channels of an MLP that reads every token, 0 without.
     gated: whether that is multiplied by a sigmoid of a score of its own.
     dense: layers at the start that have an MLP instead. groups: of as many experts each, of which a token's
@@ -180,7 +180,7 @@ class Architecture:
     experts: in each layer but the first `dense` ones, in the place of an MLP of `intermediate` channels;
     None in a dense model. latent: attention by latent vectors, None with grouped queries; with it head_dim is
     that of queries and keys, and each head has its keys. delta: gated delta nets in the place of some layers'
-    attention, which then has an output gate, beside each query head in q_proj; norms multiply by 1 + weight.
+    attention, which then has an output gate, next to each query head in q_proj; norms multiply by 1 + weight.
     """
 
     family: str

@@ -1,6 +1,6 @@
 """DeepSeek-V3, V3.1 and R1, and Moonlight: latent attention, a mixture by sigmoids in groups, one MTP layer.
 
-Attention caches one latent vector a token (`LatentAttention`); the mixture is GLM-4.5's (`glm4_moe`) but for
+Attention caches one latent vector a token (`LatentAttention`); the MoE is GLM-4.5's (`glm4_moe`) except for
 its groups: a token first chooses groups of experts, then experts of those. The bias of the choice stays as it
 was trained. The MTP layer is a decoder layer with experts, `model.layers.N` in files; its copies of embedding
 and head are not read.

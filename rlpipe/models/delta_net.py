@@ -63,7 +63,7 @@ def check_kernel(path: str) -> None:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DeltaNet:
-    """Gated delta nets in place of the attention of some layers.
+    """Gated delta nets instead of the attention of some layers.
 
     A key head serves value_heads / key_heads value heads. kernel: tokens a convolution reads.
     linear: of each layer, whether it has one. separate: whether files keep each input projection in a tensor.
@@ -187,6 +187,6 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-# a server has no module of attention: its weights stand in the layer itself
+# a server has no module of attention: its weights are in the layer itself
 _DENSE = tuple(replace(part, served=part.served_name.replace("self_attn.", "")) for part in DENSE_LAYER)
 LAYER_FUSED, LAYER_SEPARATE = (*_DENSE, *FUSED), (*_DENSE, *SEPARATE)

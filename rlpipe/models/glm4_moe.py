@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: a mixture of experts by sigmoids behind some dense layers, and one MTP layer.
 
 Half of each head is rotated, queries and keys have biases, and in the larger model norms. A bias for each
-expert, added to the scores for the choice alone, is kept as it was trained: it balanced experts in
+expert, added to the scores only for the choice, is not trained: it balanced experts in
 pretraining, and RL does not move it. The MTP layer is a decoder layer with experts; its files call it
 `model.layers.N`, N being the number of layers (see `checkpoint`).
 """

@@ -23,7 +23,7 @@ def travels_with(name: str) -> str:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) in place of grouped queries.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) instead of grouped queries.
 
     Keys and values of all heads are products of one latent vector of a token. A head's query and key have a
     part of `plain` numbers that is not rotated and one of `rotary` numbers; the rotated key is the same for

@@ -1,6 +1,6 @@
-"""Qwen3.5 with experts (35B-A3B and larger): Qwen3-Next with input projections apart; its text part alone.
+"""Qwen3.5 with experts (35B-A3B and larger): Qwen3-Next with separate input projections; only its text part.
 
-Its files keep the text under `model.language_model`, beside a vision tower that is not read and that exports
+Its files keep the text under `model.language_model`, with a vision tower that is not read and that exports
 carry over (see `stored`).
 """
 

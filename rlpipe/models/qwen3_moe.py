@@ -23,7 +23,7 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
     refused = {
         f"decoder_sparse_step={step}": step not in (None, 1),
         f"mlp_only_layers={dense}": bool(dense),
-        f"num_nextn_predict_layers={drafts} beside experts": bool(drafts),
+        f"num_nextn_predict_layers={drafts} with experts": bool(drafts),
         f"num_experts_per_tok={per_token} of num_experts={count}": per_token > count,
         "num_experts_per_tok=1 with norm_topk_prob, whose router learns nothing": per_token == 1 and normed,
     }

@@ -1,4 +1,4 @@
-"""Checks of what a run needs besides its settings, before anything is started: files, machine, user code.
+"""Checks of a run's requirements other than settings, before anything is started: files, machine, user code.
 
     checkpoint   headers of its weights, tokenizer, chat template, vocabulary   no torch
     machine      device, GPUs, a Ray cluster's address, a W&B login             torch, for a GPU
@@ -171,7 +171,7 @@ def check_template(place: Path, text: str) -> None:
     if missing := [word for word in (_QUESTION, _ANSWER) if word not in said]:
         role = "user" if _QUESTION in missing else "assistant"
         raise ValueError(
-            f"{place}: the chat template does not show what the {role} says. Use an instruction-tuned "
+            f"{place}: the chat template does not show the text of the {role}. Use an instruction-tuned "
             "checkpoint, or correct its chat_template.jinja."
         )
 
@@ -333,7 +333,7 @@ def _check_gpus(config: Config, ray: bool) -> None:
         why = "this torch is a build for CPUs" if torch.version.cuda is None else "torch finds no GPU here"
         asked = f"rollout.device={device}" if device.startswith("cuda") else "cluster.share_gpus=true"
         raise ValueError(
-            f"{asked}, and {why} (`rlpipe doctor` says more): set rollout.device=cpu, or "
+            f"{asked}, and {why} (details: `rlpipe doctor`): set rollout.device=cpu, or "
             "cluster=ray or inline, which run without a GPU."
         )
     index = int(device.partition(":")[2] or 0)
@@ -437,5 +437,5 @@ def _raised(config: AlgoConfig, error: BaseException) -> ValueError:
     """Return the refusal of a user's correction that raised an error."""
     return ValueError(
         f"{raised_at(error)}: algo.user_correction={config.user_correction!r} raised {described(error)} on "
-        "two tokens. Correct that line; rlpipe.algo.rule says what it gets."
+        "two tokens. Correct that line; rlpipe.algo.rule describes its arguments."
     )

@@ -225,7 +225,7 @@ def _ways(config: Config, card: int, host: int) -> Iterator[str]:
         yield f"{fitting[0]}s ({fitting[1]})"
 
     if _may_adapt(config) and (found := settings({"trainer.lora.rank": _RANK}, card)):
-        yield f"adapters in place of all weights ({found})"
+        yield f"LoRA adapters instead of all weights ({found})"
 
     if host and not card:
         needed = sum(memory.total * memory.count for memory in estimate(config))

@@ -18,11 +18,11 @@ width of a head, needs these bytes:
 Without recomputation the activations of every layer are stored. With recompute=full, N e H bytes of
 each layer and all of one layer at a time. With recompute=selective, all except what MLPs and experts compute,
 and that for one layer at a time. Of `pp` pipeline stages the s-th, counted from 0, stores pp - s
-micro-batches. With trainer.sp, H stands for H / tp.
+micro-batches. With trainer.sp, H is H / tp.
 
 A process on a CPU needs more (`_on_host`): libraries; freed blocks that its allocator has not given back; and
 in a trainer the copy that a checkpoint is written from, of its optimizer state and twice of its weights (to
-resume, and in Hugging Face's format). With run.save_async training goes on beside the copy.
+resume, and in Hugging Face's format). With run.save_async training continues during the copy.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
     host = 0 if on_gpu else 8 * ROW_STREAMS * rows * slots
 
-    # During a weight update the weights received, and a new embedding or head beside the old one.
+    # During a weight update the weights received, and a new embedding or head in addition to the old one.
     replaced = 2 * end + (0 if on_gpu else sent)
     return Memory(
         process="embedded engine",

@@ -57,7 +57,7 @@ def _with_template(directory: Path, setting: str) -> Path:
         ) from None
     check_template(file, text)
 
-    # The name says what is in it: an edited template is another directory.
+    # The name identifies its content: an edited template is another directory.
     content = "\0".join([text, *(str(entry.resolve()) for entry in files)])
     name = f"{directory.name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     target = cache_directory("").parent / "templates" / name

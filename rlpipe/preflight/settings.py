@@ -53,7 +53,7 @@ def check_shared_gpus(config: Config) -> None:
     if rollout.sglang.tp > 1 or not rollout.sglang.memory_fraction:
         raise ValueError(
             f"cluster.share_gpus=true with rollout.sglang.tp={rollout.sglang.tp} and memory_fraction="
-            f"{rollout.sglang.memory_fraction}: a server has half of one GPU, so set tp=1 and say how much "
+            f"{rollout.sglang.memory_fraction}: a server has half of one GPU, so set tp=1 and state how much "
             "of its memory, weights and KV, the server takes (e.g. memory_fraction=0.4)."
         )
 

@@ -134,7 +134,7 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         title, section = "Entropy and acceptance", ACCEPTANCE
         note = (
             "From the same tokens, on one axis. Where acceptance falls and entropy does not, it is the "
-            "draft, staleness or other prompts: the summary says which, as far as this run can tell."
+            "draft, staleness or other prompts: the summary names it, as far as this run's data allow."
         )
         layout["yaxis2"]["domain"] = [0.56, 1]
         layout |= {"height": 460, "yaxis": {"domain": [0, 0.47], "title": {"text": "acceptance rate"}}}
@@ -205,7 +205,7 @@ def _timing(runs: Sequence[RunData]) -> Figure:
 
     return Figure(
         title="Where a step's time goes",
-        note="The trainer's phases add up to the step; generation (dotted) runs beside them if asynchronous.",
+        note="The trainer's phases add up to the step; generation (dotted) runs in parallel if asynchronous.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}, "height": 320},
         section=SPEED,

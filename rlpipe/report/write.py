@@ -185,7 +185,7 @@ def _notices(run: RunData) -> str:
         what = "Validation was recorded, but no" if run.records else "No"
         notes.append(
             f"<b>{what} training step of {escape(run.name)} was recorded.</b> The run ended before its first "
-            "step did, or is still in it. The events below say how far it came; the terminal output has the "
+            "step did, or is still in it. The events below show how far it came; the terminal output has the "
             "error. With checkpoints in the run directory, the same command continues the run."
         )
     elif run.outcome in ("failed", "no end"):
@@ -343,7 +343,7 @@ def _comparison(runs: Sequence[RunData]) -> str:
 def _plots(drawn: Sequence[Figure], steps: int) -> str:
     parts = []
     if steps > 1:
-        parts.append(f'<p class="note">A point stands for {steps} steps (their mean).</p>')
+        parts.append(f'<p class="note">A point is the mean of {steps} steps.</p>')
 
     for section in SECTIONS:
         boxes = "".join(

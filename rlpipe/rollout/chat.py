@@ -25,7 +25,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a checkpoint directory.
 
     transformers takes a class by the model's type, and warns at each load of a type that it does not know,
-    such as mimo. It then goes on with a config without a type, which is passed here from the start.
+    such as mimo. It then continues with a config without a type, which is passed here from the start.
     """
     from transformers import AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

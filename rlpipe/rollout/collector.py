@@ -101,7 +101,7 @@ class _Task:
     """One trajectory to roll out, whatever becomes of its attempts.
 
     seed: of the sampling; the environment's is derived from it. number: of the attempt among its siblings.
-    top_logprobs, record, routes: what the engine returns besides the tokens, see `SamplingParams`.
+    top_logprobs, record, routes: what the engine returns in addition to the tokens, see `SamplingParams`.
     """
 
     trajectory_id: str
@@ -475,7 +475,7 @@ class Collector:
     async def _close_episode(self, attempt: _Attempt, episode: Any, limit: float | None) -> None:
         """Free the sandbox. limit: seconds to wait for it when the attempt has failed already; None: all.
 
-        A cancelled attempt frees its sandbox too: the call goes on when nobody waits for it any more.
+        A cancelled attempt frees its sandbox too: the call continues without a waiter.
         """
         closing = asyncio.ensure_future(self._call(attempt, "close", close_episode, episode))
         await asyncio.wait({closing}, timeout=limit)

@@ -64,7 +64,7 @@ class EnvironmentThreads:
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Return what the function returns, from one of the threads. name: of the method, for messages.
 
-        A caller that is cancelled leaves; the call goes on and keeps its slot.
+        A caller that is cancelled leaves; the call continues and keeps its slot.
         Raises EnvironmentHung after the time limit, RunStopped when too many threads are stuck.
         """
         await self._slots.acquire()
@@ -132,7 +132,7 @@ class EnvironmentThreads:
         self._running.pop(task)
         self._slots.release()
 
-        # The caller may have left: a failure that nobody awaits is no news.
+        # The caller may have left: an unawaited failure is ignored.
         if not task.cancelled():
             task.exception()
 

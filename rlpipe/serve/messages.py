@@ -43,7 +43,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
 
     max_tokens = count_of(body, "max_tokens", least=1, most=MAX_TOKENS)
     if max_tokens is None:
-        raise ApiError(400, "max_tokens is missing: say how many tokens an answer may have.")
+        raise ApiError(400, "max_tokens is missing: set the maximum number of tokens of an answer.")
     tools = tools_of([{"function": _function(tool)} for tool in list_of(body.get("tools") or [], "tools")])
     return ChatRequest(
         messages=messages,

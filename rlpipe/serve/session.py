@@ -43,7 +43,7 @@ _SHOWN = 300  # characters of a failure in an answer
 
 @dataclass(slots=True, kw_only=True)
 class _Recorded:
-    """A turn that was generated: where its tokens are, and how the template reads what they say.
+    """A turn that was generated: where its tokens are, and how the template reads their content.
 
     segment, length: it ends at this token of that segment. messages: up to it, as the model read and wrote
     them (None: the client sent ids). text: of all tokens, without the turn's stop token. continued: by a
@@ -62,7 +62,7 @@ class _Plan:
     """What a request generates from.
 
     prompt: ids of everything before the turn. after: the turn that it continues or repeats; None for neither.
-    extends: the segment of that turn goes on. messages, text: as of `_Recorded`. keys: of the messages, by
+    extends: the segment of that turn continues. messages, text: as of `_Recorded`. keys: of the messages, by
     their number. segment: that gets the turn.
     """
 

@@ -176,7 +176,7 @@ class AdaptiveGamma:
     def timed(self, batch: int, gamma: int, seconds: float) -> None:
         """Learn from the duration of a step during which no request joined the batch.
 
-        The first step of a gamma says nothing of its cost, because it includes the cost of the change.
+        The first step of a gamma does not show its cost, because it includes the cost of the change.
         """
         bucket = _bucket(batch)
         before, self._before = self._before, (bucket, gamma)

@@ -3,7 +3,7 @@
 Owns the content of a checkpoint and that it appears complete or not at all: rank 0 renames a temporary
 directory after every rank has written. A checkpoint may be loaded with other tp and dp sizes.
 
-    begin_save (copies; collective) -> write (any thread, while training goes on) -> finish (collective)
+    begin_save (copies; collective) -> write (any thread, while training continues) -> finish (collective)
 
 It is Megatron's asynchronous save with a thread of the rank as the writer: Megatron's writer starts
 processes, which is neither safe below Ray nor free of leftovers after a crash.

@@ -263,7 +263,7 @@ class MegatronTrainer:
         Raises ValueError unless the trainer was built with adapt_only=True.
         """
         if not self._adapt_only:
-            raise ValueError("adapt_step trains the draft alone: build the trainer with adapt_only=True.")
+            raise ValueError("adapt_step trains only the draft: build the trainer with adapt_only=True.")
 
         start = time.perf_counter()
         steps = []
@@ -370,7 +370,7 @@ class MegatronTrainer:
         """Copy the state that `save` and `save_hf` write, for writing it to these directories later."""
         from rlpipe.trainer.checkpoint import SavingHf, begin_save
 
-        # Blocks of other sizes, freed by the step, would stay resident beside the copies.
+        # Blocks of other sizes, freed by the step, would stay resident in addition to the copies.
         if self._runtime.device.type == "cpu":
             runtime.release_freed_memory()
         weights = SavingHf(self.export_weights(), Path(hf), like=self._path, draft_vocab=self._draft_vocab)

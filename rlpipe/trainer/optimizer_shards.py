@@ -128,7 +128,7 @@ def _pieces(
     if isinstance(entry, ShardedTensor):
         return [(0, entry)]
 
-    # The pieces are views of the parameter, so their addresses say where they are.
+    # The pieces are views of the parameter, so their addresses give their positions.
     pieces = []
     for piece in nested_values(entry.build()):
         assert piece.data.is_contiguous(), f"{piece.key} is no range of its parameter"

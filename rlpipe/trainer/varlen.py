@@ -1,7 +1,7 @@
 """Attention over branches on a GPU: two kernels a layer, however many branches there are.
 
 The same decomposition and gradients as in `attention.py`, by flash attention over sequences of different
-lengths, which lie one after the other and are told apart by their bounds:
+lengths, which are stored one after the other and separated by their bounds:
 
     each branch to itself       causal     queries a a a b b | c c c ...     keys: the same tokens
     siblings to their context   full       queries b b c c c | d d   ...     keys: p p p p | p p a a ...

@@ -155,7 +155,7 @@ def server_parts(
 
     if unmapped:
         raise ValueError(
-            f"No table says where an SGLang server keeps {', '.join(sorted(unmapped))}: add it to the "
+            f"No table maps where an SGLang server keeps {', '.join(sorted(unmapped))}: add it to the "
             "family's table (rlpipe/models), or send the weights of this model only."
         )
 
@@ -291,7 +291,7 @@ def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryRep
 def explain(
     report: CanaryReport, expected: Mapping[str, Parts], served: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Add to the report why each tensor differs: nobody maps it, the server lacks it, or its form is another.
+    """Add to the report why each tensor differs: no table maps it, the server lacks it, or its shape differs.
 
     expected: of one rank, by name; they may be on the meta device. served: as for `compare`; tensors without
     dtype and shape stay unexplained. Returns (served form, expected form) of those whose dtype or shape

@@ -2,7 +2,7 @@
 
 Servers are paused while a version is copied, and first writes to new memory are several times as slow as
 writes to memory in use. So the memory is made, and written to once, before the first update. For a trainer
-on a GPU it is page-locked: then a copy runs at the speed of the bus, beside the other work of the GPU.
+on a GPU it is page-locked: then a copy runs at the speed of the bus, in parallel with the GPU's other work.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Group:
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(at.size)}
 
-        # Left while the ranks were joining: nobody else would end this group.
+        # Left while the ranks were joining: nothing else would end this group.
         if self._left:
             _end(group)
         else:

@@ -146,7 +146,7 @@ def linear_draft_rows(
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """The constants of one call, and its result besides the numerator: weight and statistics."""
+    """The constants of one call, and its result other than the numerator: weight and statistics."""
 
     objective: Objective
     target_hidden: Tensor

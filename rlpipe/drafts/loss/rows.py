@@ -73,7 +73,7 @@ class Rows:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Rows, and the inputs of the gradient besides the logits.
+    """Rows, and the inputs of the gradient other than the logits.
 
     sums: [len(Sums), N, K]. lse: of draft and of target. tokens: in the shard's numbering.
     """

@@ -25,7 +25,7 @@ from torch import Tensor
 
 CHUNK_BYTES = 2**22
 FLOOR = -1e4
-LOWEST = -1e30  # stands for -inf before a shard's softmax
+LOWEST = -1e30  # instead of -inf before a shard's softmax
 
 
 class Sums(IntEnum):

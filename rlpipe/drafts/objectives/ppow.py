@@ -106,7 +106,7 @@ def missing_term(
         (1 - 1/G) R(d) / (std + delta).
 
     The mean of A holds the window's own reward, which shrinks the score term by 1 - 1/G, and this term with
-    it. The sum is the gradient of E[R] but for the division by a standard deviation that is sampled as well,
+    it. The sum is the gradient of E[R], except the division by a standard deviation that is sampled as well,
     and for the anchor's weight that it makes. gap: [W, G] of `proximity_gap`. The others: [W, G, K(, V)].
     """
     accept = (logprobs_of(target_logprobs, tokens) - logprobs_of(draft_logprobs, tokens)).clamp(max=0).exp()

@@ -1,6 +1,6 @@
 """Runs an agent on one task: a function of this process, or a command in a process of its own.
 
-Owns what the agent is told (base URL, key, task) and what its answer is. A command works in a new folder, and
+Owns the agent's input (base URL, key, task) and its answer. A command works in a new folder, and
 all of its processes are ended with it. What an agent does with the model's words is its own affair: one that
 runs them needs a sandbox.
 """

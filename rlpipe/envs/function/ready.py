@@ -144,7 +144,7 @@ def math_verify(env: EnvConfig, columns: list[str]) -> Score:
 def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> Score:
     """The score of reasoning-gym for its own questions, stored as it makes them (question, answer, metadata).
 
-    dataset: its name; without, `metadata.source_dataset` of each row. The answer is what stands in the last
+    dataset: its name; without, `metadata.source_dataset` of each row. The answer is the text in the last
     <answer> tag, or the completion where there is none.
     """
     if "metadata" not in columns:

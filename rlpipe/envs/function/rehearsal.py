@@ -2,7 +2,7 @@
 
 Flow: rows of both splits, spread over the data, as many as a few seconds allow -> for each the right answer
 and random words as answers -> every returned value is checked. A fault is a ValueError with file and line of
-the function and the row. What is no fault but worth knowing is returned as sentences: rewards that differ
+the function and the row. Remarks that are not faults are returned as sentences: rewards that differ
 when computed twice, and rewards that are all equal.
 """
 

@@ -30,7 +30,7 @@ LOOP = UserLoop()  # of coroutines: one, so that their clients may stay open
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """What one function says of one answer. value: None where it does not apply."""
+    """A function's score of one answer. value: None where it does not apply."""
 
     value: float | None
     info: dict[str, Any] = field(default_factory=dict)

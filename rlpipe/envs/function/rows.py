@@ -40,7 +40,7 @@ _GZIP = b"\x1f\x8b"
 
 
 class Rows:
-    """A data set. name: as in the settings. columns: of its first row, or of all where the format says."""
+    """A data set. name: as in the settings. columns: of its first row, or of all if the format lists them."""
 
     def __init__(
         self, name: str, rows: Sequence[Row], columns: Sequence[str], place: Callable[[int], str]
@@ -112,7 +112,7 @@ def _format(where: str, name: str, path: Path) -> DataFormat:
 
     raise ValueError(
         f"{where}: {ending or 'a name without ending'} is not a recognised format. Rename it to "
-        f"{', '.join(_ENDINGS)}, or say data.format={'|'.join(f for f in DataFormat if f != 'auto')}."
+        f"{', '.join(_ENDINGS)}, or set data.format={'|'.join(f for f in DataFormat if f != 'auto')}."
     )
 
 
@@ -171,7 +171,7 @@ def _parse(place: str, text: bytes | str) -> Row:
             "the line, or remove it."
         ) from None
     if not isinstance(row, dict):
-        hint = "say data.format=json" if isinstance(row, list) else "each line must be an object"
+        hint = "set data.format=json" if isinstance(row, list) else "each line must be an object"
         raise ValueError(f'{place} is a {type(row).__name__}, not an object like {{"prompt": ...}}: {hint}.')
     return row
 
@@ -228,7 +228,7 @@ def _read_json(where: str, name: str, path: Path) -> Rows:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        hint = "say data.format=jsonl" if error.msg == "Extra data" else "correct it"
+        hint = "set data.format=jsonl" if error.msg == "Extra data" else "correct it"
         raise ValueError(
             f"{name}:{error.lineno} is not JSON at column {error.colno}: {error.msg}. It must be one list of "
             f"objects: {hint}."

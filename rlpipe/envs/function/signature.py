@@ -47,7 +47,7 @@ _SIGNS = {
     Form.VERL_BATCH: {"solution_strs"},
     Form.OURS: {"completion"},
 }
-# What each form can be called with besides columns; TRL's documentation also writes completions_ids.
+# Arguments of each form in addition to columns; TRL's documentation also writes completions_ids.
 _TOKENS = {"completion_ids", "completions_ids"}
 NAMES = {
     Form.TRL: {"prompts", "completions", "log_extra", "log_metric"} | _TOKENS,

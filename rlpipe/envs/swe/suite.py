@@ -42,7 +42,7 @@ def _check_backend(instance: Instance, split: str, backend: SandboxBackend) -> N
         backends = "bubblewrap" if instance.files else "docker or singularity"
         raise ValueError(
             f"instance {instance.instance_id!r} of {split!r} {what}, which "
-            f"env.sandbox.backend={backend} cannot play: set it to {backends}."
+            f"env.sandbox.backend={backend} cannot run: set it to {backends}."
         )
 
 

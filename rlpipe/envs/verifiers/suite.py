@@ -55,14 +55,14 @@ class VerifiersEpisode:
         self._run: asyncio.Task[None] | None = None
 
     async def messages(self) -> list[dict[str, str]]:
-        """Start the environment, and return what it says first."""
+        """Start the environment, and return its first message."""
         self._run = asyncio.create_task(self._env.run(self._task, self._agents))
         if (said := await self._next()) is None:
             raise ValueError("the environment ended before the model's first turn.")
         return said
 
     async def step(self, action: str) -> StepResult:
-        """Answer the environment; it says more, or ends and is scored."""
+        """Answer the environment; it continues, or ends and is scored."""
         await self._agents.answers.put(action)
         said = await self._next()
         return self._scored(submitted=True) if said is None else StepResult(observation=said)
@@ -79,7 +79,7 @@ class VerifiersEpisode:
             self._run.cancel()
 
     async def _next(self) -> list[dict[str, str]] | None:
-        """Return what the environment says; None when it has ended. Raises what it raised."""
+        """Return the environment's message; None when it has ended. Raises what it raised."""
         assert self._run, "messages() comes first"
         said = asyncio.create_task(self._agents.said.get())
         await asyncio.wait({said, self._run}, return_when=asyncio.FIRST_COMPLETED)

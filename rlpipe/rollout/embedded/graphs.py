@@ -151,7 +151,7 @@ class Graphs:
             buffers.graph = graph
         except RuntimeError as error:
             self._usable = False
-            logger.warning("decoding goes on without CUDA graphs: %s", error)
+            logger.warning("decoding continues without CUDA graphs: %s", error)
 
 
 def padded_rows(batch: int, most: int) -> int:

@@ -58,7 +58,7 @@ def check_supported(
     if any(argument.partition("=")[0] == _WORKERS for argument in rollout.sglang.extra_arguments):
         raise ValueError(
             f"rollout.sglang.extra_arguments has {_WORKERS}: the version of new weights and what "
-            "rlpipe's plugin does would reach one of these processes alone. Leave it out: requests that come "
+            "rlpipe's plugin does would reach only one of these processes. Leave it out: requests that come "
             "at once travel as one, and more servers are rollout.workers."
         )
     check_routes(rollout, spec, on_gpu=on_gpu)
@@ -67,7 +67,7 @@ def check_supported(
     if (name := target["model_type"]).endswith("_text"):
         raise ValueError(
             f"{str(model_path)!r} is of type {name!r}, for which SGLang has no class. Use the checkpoint "
-            f"that it was cut from, of type {name.removesuffix('_text')!r}: its text alone is trained."
+            f"that it was cut from, of type {name.removesuffix('_text')!r}: only its text part is trained."
         )
     if name == "mimo" and "auto_map" not in target and not spec.needs_draft:
         raise ValueError(

@@ -5,10 +5,10 @@ environments answered at the same time. A single request is sent by itself, at o
 the last part is read.
 
 | what happens                          | to it            | to the others of its POST         |
-| its caller leaves                     | aborted by its id | go on                            |
+| its caller leaves                     | aborted by its id | continue                         |
 | the server refuses the POST           | sent by itself   | sent by themselves                |
 | the server breaks off                 | ServerUnreachable | ServerUnreachable                |
-| silent for the client's timeout       | ServerUnreachable | go on                            |
+| silent for the client's timeout       | ServerUnreachable | continue                         |
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 MIB = 1 << 20
-_LARGEST = 0.97  # of the free memory: kernels and CUDA graphs are allocated beside it
+_LARGEST = 0.97  # of the free memory: kernels and CUDA graphs are allocated in addition
 
 
 def server_fraction(share: float, device: str) -> float:

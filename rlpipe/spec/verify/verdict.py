@@ -38,7 +38,7 @@ class TreeVerdict:
     def kv_source(self) -> torch.Tensor:
         """[B, D] int64: slot i + 1 after the root's must get the keys and values of node kv_source[:, i].
 
-        `path`, with i + 1 (the slot itself) in place of -1. Sources never lie before their destination,
+        `path`, with i + 1 (the slot itself) instead of -1. Sources are never before their destination,
         so copying in ascending order never reads a slot already overwritten.
         """
         slots = torch.arange(1, self.path.shape[1] + 1, device=self.path.device)

@@ -71,7 +71,7 @@ def test_every_request_is_answered_and_the_folder_goes_with_the_run(tmp_path, mo
     }
     assert found["a"]["said"] == "rollout workers 1, 2 serve the newest weights"
     assert found["b"]["said"] == "no room" and "No space left" in found["c"]["said"]
-    assert "3 of its groups are played again" in found["d"]["said"]
+    assert "3 of its groups are rerun" in found["d"]["said"]
     assert workers and not place.exists()
 
 

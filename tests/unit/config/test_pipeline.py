@@ -28,7 +28,7 @@ def test_injected_staleness_beyond_the_bound_would_drop_everything():
 
 @pytest.mark.parametrize("stale", [Stale.WAIT, Stale.KEEP])
 def test_only_a_policy_that_drops_may_oversample(stale):
-    with pytest.raises(ValueError, match=r"oversample=1\.5 plays groups that are not trained on"):
+    with pytest.raises(ValueError, match=r"oversample=1\.5"):
         PipelineConfig(stale=stale, oversample=1.5)
     assert PipelineConfig(prompts_per_step=3, stale=Stale.DROP, oversample=1.5).groups_ahead == 5
 

@@ -99,7 +99,7 @@ def test_the_dump_of_another_model_is_refused(tmp_path, file, what):
     [
         ({"pipeline": PipelineConfig(prompts_per_step=2, group_size=4)}, "set pipeline.group_size=3"),
         ({"pipeline": PipelineConfig(prompts_per_step=3, group_size=3)}, "set pipeline.prompts_per_step=2"),
-        ({"algo": AlgoConfig(correction=Correction.OBRS)}, "holds 0 candidates beside each token"),
+        ({"algo": AlgoConfig(correction=Correction.OBRS)}, "holds 0 candidates for each token"),
     ],
 )
 def test_sizes_that_do_not_fit_are_said_with_the_remedy(tmp_path, own, message):

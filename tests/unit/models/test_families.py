@@ -104,7 +104,7 @@ def test_models_that_would_be_computed_wrongly_are_refused(tmp_path, change, mes
     [
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2.*not supported: use a Qwen3-MoE whose layers"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 beside experts.*spec.mode=none"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 with experts.*spec.mode=none"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of num_experts=8"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob"),
         ({"num_experts": None}, "num_experts=None: it must be a whole number"),

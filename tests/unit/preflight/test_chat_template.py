@@ -57,7 +57,7 @@ def test_an_edited_template_counts_from_the_next_launch_and_running_ones_keep_th
     ("text", "message"),
     [
         ("a\n{% for m in %}", r"mine\.jinja:2: the chat template fails with TemplateSyntaxError"),
-        ("hello", r"mine\.jinja: the chat template does not show what the user says"),
+        ("hello", r"mine\.jinja: the chat template does not show the text of the user"),
     ],
 )
 def test_a_template_that_fails_is_refused_by_its_own_file(folder, text, message):

@@ -206,7 +206,7 @@ def test_a_wrong_served_name_in_a_familys_table_is_caught(weights, monkeypatch, 
 
 def test_a_tensor_that_no_table_maps_is_named(weights):
     unknown = "model.layers.0.self_attn.o_proj.bias"
-    with pytest.raises(ValueError, match=rf"No table says where .* keeps {unknown}: add it to the family"):
+    with pytest.raises(ValueError, match=rf"No table maps where .* keeps {unknown}: add it to the family"):
         tensors(weights | {unknown: torch.zeros(32)})
     with pytest.raises(ValueError, match=r"keeps model\.layers\.1\.mlp\.down_proj\.weight:"):
         tensors(weights | {"model.layers.1.mlp.down_proj.weight": torch.zeros(32, 64)})

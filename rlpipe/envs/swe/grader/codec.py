@@ -108,7 +108,7 @@ class _Reading:
 
 
 def loads(data):
-    """What JSON in UTF-8 says. Raises ValueError or RecursionError.
+    """Decode JSON in UTF-8. Raises ValueError or RecursionError.
 
     >>> loads(dumps(["a", [True, None]]))
     ['a', [True, None]]

@@ -2,7 +2,7 @@
 
 Owns what of a diff is applied (nothing that configures or replaces the tests), and what a report must be to
 count: signed by `image_tests.supervise`, of a pytest that ended with status 0 and named every required test.
-Tests and code share a process there, so this is the weaker mode: a `Grade` says `in_process`.
+Tests and code share a process there, so this is the weaker mode: a `Grade` carries `in_process`.
 """
 
 from __future__ import annotations

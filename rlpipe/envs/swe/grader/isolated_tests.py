@@ -1,8 +1,8 @@
-"""Runs unittest ids in the sandbox of the tests, and says which of them passed.
+"""Runs unittest ids in the sandbox of the tests, and reports which of them passed.
 
     {"nonce": N, "tests": [ids], "modules": {...}} on stdin, the code server's descriptor as argument
 
-Owns the verdict; standard library alone. The code under test is reached through `proxy` and never imported
+Owns the verdict; standard library only. The code under test is reached through `proxy` and never imported
 here. The last line written is the nonce and a JSON object {"passed": [ids], "intact": bool}; without that
 line nothing passed. Without a descriptor (an instance with `graded_in_process`) the code is imported
 beside the tests; then `intact`, false when the test machinery was changed, is all that guards the
@@ -81,7 +81,7 @@ class MustFail(unittest.TestCase):
 
 
 class Result(unittest.result.TestResult):
-    """A result whose failures have no text, as nobody reads it."""
+    """A result whose failures have no text, because it is not read."""
 
     def _exc_info_to_string(self, err, test):
         return ""

@@ -1,7 +1,7 @@
 """Postpones what a short-lived Python seldom needs, since its start is most of what a grading costs.
 
-Owns two things: packages beside the standard library, whose folders `python3 -S` leaves out until an import
-fails, and modules of the standard library that unittest uses for failures alone. Runs inside the sandboxes.
+Owns two things: packages outside the standard library, whose folders `python3 -S` leaves out until an import
+fails, and modules of the standard library that unittest uses only for failures. Runs inside the sandboxes.
 """
 
 import builtins

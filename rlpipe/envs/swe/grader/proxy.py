@@ -152,7 +152,7 @@ class Code:
 
 
 def renew(old, new):
-    """Give a container its new content in place, and those inside it where they stand at the same place.
+    """Give a container its new content in place, and those inside it at the same position.
 
     >>> inner = [1]; outer = [inner]; _ = renew(outer, [[1, 2]]); inner
     [1, 2]
