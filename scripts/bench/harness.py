@@ -9,20 +9,25 @@ is an argument, so that a test can plant speeds and see them come out as planted
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import importlib.metadata
 import json
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,8 +161,9 @@ def calls_for(
 class ArmProcess:
     """An arm in a process of its own, as pools of threads and caches of one arm slow another down.
 
-    `make` is called there and returns an object with a method `run`; between calls the process sleeps. Each
-    is started before the next, so that one that measures its own costs is not disturbed.
+    `make` is called there and returns an object with a method `run`. Between calls the process and all that
+    it started are stopped, as a server that polls would take a core from the arm whose turn it is. Each is
+    started before the next, so that one that measures its own costs is not disturbed.
     """
 
     def __init__(self, make: Callable[[], Any], *, prepare: Callable[[], None] | None = None) -> None:
@@ -166,6 +172,9 @@ class ArmProcess:
         self._process = context.Process(target=_serve_arm, args=(remote, make, prepare), daemon=True)
         self._process.start()
         self._receive()
+        self._signal(signal.SIGSTOP)
+        # A stopped process would not end with this one.
+        atexit.register(self._signal, signal.SIGCONT)
 
     def run(self, *arguments: Any) -> Any:
         """Call `run` there and return what it returns.
@@ -173,13 +182,26 @@ class ArmProcess:
         Raises:
             RuntimeError: it raised, with its traceback.
         """
+        self._signal(signal.SIGCONT)
         self._pipe.send(arguments)
-        return self._receive()
+        try:
+            return self._receive()
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
         """End the process."""
+        self._signal(signal.SIGCONT)
         self._pipe.send(None)
         self._process.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started; those that ended meanwhile need none."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for member in (*process.children(recursive=True), process):
+                with suppress(psutil.NoSuchProcess):
+                    member.send_signal(number)
 
     def _receive(self) -> Any:
         failure, value = self._pipe.recv()

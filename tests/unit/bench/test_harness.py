@@ -1,7 +1,11 @@
 """Planted speeds come out as planted: the harness of the benches on a clock that the test moves."""
 
+import importlib
 import importlib.util
+import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -128,3 +132,34 @@ def test_calls_fill_the_budget():
     assert calls == 25
     arm = harness.repeated(machine.arm("arm", 0.01), calls)
     assert harness.take_turns({"arm": arm}, 1, clock=machine.clock).rates("arm") == pytest.approx([100])
+
+
+class PollingArm:
+    """Starts a program that writes a byte to a file every 10 ms; a run waits for ten more."""
+
+    def __init__(self, file):
+        self._file = file
+        loop = "while :; do printf x >> $0; sleep 0.01; done"
+        self._program = subprocess.Popen(["sh", "-c", loop, str(file)])
+
+    def run(self):
+        written = self._file.stat().st_size if self._file.exists() else 0
+        while not self._file.exists() or self._file.stat().st_size < written + 10:
+            time.sleep(0.01)
+
+    def close(self):
+        self._program.kill()
+
+
+def test_an_arm_and_what_it_started_do_nothing_between_its_turns(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FILE.parent)
+    arm = importlib.import_module("harness").ArmProcess(partial(PollingArm, tmp_path / "written"))
+    try:
+        arm.run()
+        after = (tmp_path / "written").stat().st_size
+        time.sleep(0.3)
+        assert (tmp_path / "written").stat().st_size == after
+        arm.run()
+    finally:
+        arm.close()
+    assert (tmp_path / "written").stat().st_size >= after + 10
