@@ -178,23 +178,23 @@ def _end(sessions: Mapping[int, float]) -> None:
 def kill_all(living: Callable[[], list[psutil.Process]]) -> None:
     """Kill the processes of `living` until it is empty: they end slowly, and may have started others."""
     deadline = time.monotonic() + PATIENCE_S
-    while (found := living()) and time.monotonic() < deadline:
-        for process in found:
+    while (remaining := living()) and time.monotonic() < deadline:
+        for process in remaining:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=LOOK_S)
+        psutil.wait_procs(remaining, timeout=LOOK_S)
 
 
 def _members(sessions: Mapping[int, float]) -> list[psutil.Process]:
     """Return the living processes of sessions, unless another process has reused the id of a dead leader."""
-    found = []
+    members = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             leader = os.getsid(process.pid)
             ours = leader in sessions and _started_at(leader) in (None, sessions[leader])
             if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                members.append(process)
+    return members
 
 
 def _started_at(pid: int) -> float | None:

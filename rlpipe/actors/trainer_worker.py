@@ -171,12 +171,12 @@ class TrainerWorker:
         drafter = DRAFTERS[spec.drafter].guess
         assert drafter is not None, spec.drafter
 
-        found = [guesses_of(t, drafter, spec) for t in trajectories]
-        asked = [as_candidates(t, *guesses) for t, guesses in zip(trajectories, found, strict=True)]
+        guessed = [guesses_of(t, drafter, spec) for t in trajectories]
+        asked = [as_candidates(t, *guesses) for t, guesses in zip(trajectories, guessed, strict=True)]
         scores = self._trainer.candidate_scores(self._pack(asked, None, candidates=True))
         return [
             None if score is None else lookup_table(t, *guesses, entropies=score[0], logprobs=score[1])
-            for t, guesses, score in zip(trajectories, found, scores, strict=True)
+            for t, guesses, score in zip(trajectories, guessed, scores, strict=True)
         ]
 
     def _make_draft_trainer(self) -> DraftTrainer:

@@ -58,13 +58,13 @@ def _power(
     rng: np.random.Generator,
 ) -> float:
     """Return the share of simulated faulty samples that one of the tests finds at level alpha."""
-    found = 0
+    detected = 0
     for _ in range(_FAULTS):
-        found += any(
+        detected += any(
             _finds(one, one.simulate_from(law, rng), null, alpha)
             for one, law, null in zip(draws, faulty, nulls, strict=True)
         )
-    return found / _FAULTS
+    return detected / _FAULTS
 
 
 def _finds(draws: Draws, cell: np.ndarray, null: tuple[float, float], alpha: float) -> bool:

@@ -107,8 +107,8 @@ def check_packages() -> Iterator[Finding]:
 def check_package(name: str, pin: str) -> Finding:
     """Check one distribution by importing it, the only proof for compiled code. pin "": any version."""
     remedy = shlex.join([*PIP, "--force-reinstall", "--no-deps", f"{name}=={pin}" if pin else name])
-    found = installed(name)
-    if not found:
+    present = installed(name)
+    if not present:
         return Finding(level=Level.MISSING, name=name, found="not installed", remedy=install_all())
 
     from rlpipe.config.home import provide_home
@@ -122,11 +122,11 @@ def check_package(name: str, pin: str) -> Finding:
             importlib.import_module(module)
     # A broken package may raise any exception, and the user needs to see it.
     except Exception as error:
-        broken = f"{found}, but `import {module}` fails: {type(error).__name__}: {error}"
+        broken = f"{present}, but `import {module}` fails: {type(error).__name__}: {error}"
         return Finding(level=Level.MISSING, name=name, found=broken, remedy=remedy)
 
-    if pin and found != pin:
-        return Finding(level=Level.WARN, name=name, found=f"{found}, tested with {pin}", remedy=remedy)
+    if pin and present != pin:
+        return Finding(level=Level.WARN, name=name, found=f"{present}, tested with {pin}", remedy=remedy)
     return Finding(level=Level.OK, name=name, found=f"{version(name)} ({time.monotonic() - started:.1f} s)")
 
 
@@ -135,16 +135,16 @@ def check_others(pins: dict[str, str]) -> Finding:
     different = [
         f"{n} {installed(n)}, tested with {pin}" for n, pin in pins.items() if installed(n) not in ("", pin)
     ]
-    found = "; ".join(different[:4]) + ("; ..." if len(different) > 4 else "") or "as tested"
-    return ok_if(not different, "all versions", found, install_all(), otherwise=Level.WARN)
+    summary = "; ".join(different[:4]) + ("; ..." if len(different) > 4 else "") or "as tested"
+    return ok_if(not different, "all versions", summary, install_all(), otherwise=Level.WARN)
 
 
 def check_fit() -> Finding:
     """Check by pip the versions around an installed wheel, in one line."""
     done = subprocess.run([*PIP[:3], "check"], capture_output=True, text=True)
     said = (done.stdout + done.stderr).strip().splitlines()
-    found = "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
-    return ok_if(done.returncode == 0, "all versions", found, install_all(), otherwise=Level.WARN)
+    summary = "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
+    return ok_if(done.returncode == 0, "all versions", summary, install_all(), otherwise=Level.WARN)
 
 
 def pins_file() -> str:
@@ -273,9 +273,9 @@ def check_machine() -> Iterator[Finding]:
 
 def size(name: str, free: int, wanted: int, remedy: str) -> Finding:
     """Return a finding about free bytes."""
-    found = f"{free / GIB:.1f} GiB"
-    short = f"{found}, {wanted // GIB} GiB wanted"
-    return ok_if(free >= wanted, name, found if free >= wanted else short, remedy, otherwise=Level.WARN)
+    measured = f"{free / GIB:.1f} GiB"
+    short = f"{measured}, {wanted // GIB} GiB wanted"
+    return ok_if(free >= wanted, name, measured if free >= wanted else short, remedy, otherwise=Level.WARN)
 
 
 def check_accelerator() -> Iterator[Finding]:
@@ -324,17 +324,17 @@ def check_wandb() -> Iterator[Finding]:
         return
     from rlpipe.metrics.sinks import logged_in
 
-    found = "logged in" if logged_in() else "not logged in, records stay in the run directory (`wandb login`)"
-    yield Finding(level=Level.INFO, name="wandb", found=found)
+    state = "logged in" if logged_in() else "not logged in, records stay in the run directory (`wandb login`)"
+    yield Finding(level=Level.INFO, name="wandb", found=state)
 
 
 def check_shipped() -> Iterator[Finding]:
     """Check the files that are shipped with rlpipe."""
     top = ROOT if CHECKOUT else PACKAGE / "_data"
     absent = [name for name in SHIPPED if not (top / name).is_file()]
-    found = f"{len(SHIPPED)} files" if not absent else f"not there: {', '.join(absent)}"
+    state = f"{len(SHIPPED)} files" if not absent else f"not there: {', '.join(absent)}"
     remedy = "git checkout -- configs data models" if CHECKOUT else install_all()
-    yield ok_if(not absent, "shipped files", found, remedy)
+    yield ok_if(not absent, "shipped files", state, remedy)
 
 
 def check_run(settings: list[str]) -> Iterator[Finding]:

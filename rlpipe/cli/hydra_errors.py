@@ -200,8 +200,8 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
 
 def _place(error: Exception) -> str:
     """Return the YAML file named in an error, as the beginning of a sentence."""
-    found = re.match(r"In '(\S+?)'", str(error))
-    return f"{found[1]}.yaml: " if found else ""
+    match = re.match(r"In '(\S+?)'", str(error))
+    return f"{match[1]}.yaml: " if match else ""
 
 
 def _key(error: Exception, text: str) -> str:
@@ -214,7 +214,7 @@ def _key(error: Exception, text: str) -> str:
         r"override \+*([\w.]+)=",
         r"at '(\S+?)'",
     )
-    return next((found[1] for pattern in patterns if (found := re.search(pattern, both))), "")
+    return next((match[1] for pattern in patterns if (match := re.search(pattern, both))), "")
 
 
 def _missing(error: MissingConfigException, arguments: Sequence[str]) -> str:

@@ -53,14 +53,14 @@ def _wait(file: Path, run_dir: Path) -> int:
     """Print the outcome of a request; return the exit status."""
     answer, asked_at, accepted = file.with_suffix(ANSWER), time.monotonic(), False
     while True:
-        found = json.loads(answer.read_text()) if answer.exists() else {"state": "unread"}
+        outcome = json.loads(answer.read_text()) if answer.exists() else {"state": "unread"}
 
-        if found["state"] == "done":
-            print(found["said"])
+        if outcome["state"] == "done":
+            print(outcome["said"])
             return 0
-        if found["state"] == "refused":
-            return _fail(found["said"])
-        if found["state"] == "accepted" and not accepted:
+        if outcome["state"] == "refused":
+            return _fail(outcome["said"])
+        if outcome["state"] == "accepted" and not accepted:
             print("requested; the run continues meanwhile", flush=True)
             accepted = True
 

@@ -117,15 +117,15 @@ class AdaptConfig:
         known = [name.value for name in EnvName]
 
         # Training data from a file needs no environment; the held-out sets may still name some.
-        found = [] if self.data else [env.name]
+        names = [] if self.data else [env.name]
         for entry, _ in self.domains(env):
             name = entry.split(".")[0]
             if name in known:
-                found.append(EnvName(name))
+                names.append(EnvName(name))
             elif not entry.endswith(".jsonl"):
                 raise ValueError(
                     f"held-out set {entry!r} is neither an environment ({', '.join(known)}), nor one of its "
                     "sets as in swe.held_families, nor a .jsonl file: correct adapt.in_domain or "
                     "adapt.out_of_domain."
                 )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(names))

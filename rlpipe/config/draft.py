@@ -88,12 +88,12 @@ class DraftConfig:
 
         In RL the policy sampled all tokens that are trained on; under staleness it was an earlier one.
         """
-        found = {}
+        hints = {}
         if self.objective in EXACT_ON_OWN_TOKENS:
-            found[f"draft.objective={self.objective}"] = "draft.objective=e2e_tv"
+            hints[f"draft.objective={self.objective}"] = "draft.objective=e2e_tv"
         if self.anchors is AnchorWeighting.VISIT and not self.windows:
-            found["draft.anchors=visit"] = "draft.anchors=uniform"
-        return found
+            hints["draft.anchors=visit"] = "draft.anchors=uniform"
+        return hints
 
 
 def read_train(value: str) -> DraftTrain:

@@ -227,24 +227,24 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
     _check_layers(layers, int(target["num_hidden_layers"]), f"{named}: eagle_aux_hidden_state_layer_ids")
 
     # Everything that the draft shares with its target must have the same size.
-    found = Eagle3Shape.for_target(config | {"num_hidden_layers": target["num_hidden_layers"]}, layers)
+    stored = Eagle3Shape.for_target(config | {"num_hidden_layers": target["num_hidden_layers"]}, layers)
     wanted = Eagle3Shape.for_target(target, layers)
     names = ("hidden", "heads", "kv_heads", "head_dim", "vocab", "norm_eps", "rope")
     unlike = [
-        f"{name}={getattr(found, name)}, the target {getattr(wanted, name)}"
+        f"{name}={getattr(stored, name)}, the target {getattr(wanted, name)}"
         for name in names
-        if getattr(found, name) != getattr(wanted, name)
+        if getattr(stored, name) != getattr(wanted, name)
     ]
     if unlike:
         raise ValueError(
             f"{named} drafts for another model: it has {'; '.join(unlike)}. Use a draft trained for this one."
         )
 
-    draft_vocab = int(config.get("draft_vocab_size") or found.vocab)
-    if not 1 <= draft_vocab <= found.vocab:
-        raise ValueError(f"{named} has draft_vocab_size={draft_vocab} of a vocabulary of {found.vocab}.")
+    draft_vocab = int(config.get("draft_vocab_size") or stored.vocab)
+    if not 1 <= draft_vocab <= stored.vocab:
+        raise ValueError(f"{named} has draft_vocab_size={draft_vocab} of a vocabulary of {stored.vocab}.")
 
-    return replace(found, draft_vocab=draft_vocab)
+    return replace(stored, draft_vocab=draft_vocab)
 
 
 def _check_layers(layers: Sequence[int], depth: int, setting: str) -> None:

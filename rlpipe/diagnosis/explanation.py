@@ -82,15 +82,15 @@ def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
 
     spans = [rate[[low <= step <= high for step in steps]] for low, high in (split.early, split.late)]
     means = np.convolve(rate, np.full(width, 1 / width), "valid")
-    found = []
+    turns = []
     for at in (int(means.argmin()), int(means.argmax())):
         went, back = (since(float(means[at]), span) for span in spans)
         if _is_clear(went) and _is_clear(back) and went.value * back.value > 0:
-            found.append((min(abs(went.value), abs(back.value)), at, went, back))
-    if not found:
+            turns.append((min(abs(went.value), abs(back.value)), at, went, back))
+    if not turns:
         return ""
 
-    _, at, went, back = max(found)
+    _, at, went, back = max(turns)
     direction, return_ = ("fell", "rose") if went.value < 0 else ("rose", "fell")
     return (
         f"In between it {direction} to {means[at]:.3f} (steps {steps[at]} to {steps[at + width - 1]}, "

@@ -108,9 +108,9 @@ class Saving:
         """
         # Try one checkpoint after another, from the newest to the oldest.
         failed: list[tuple[int, Exception]] = []
-        found = self.store.newest()
-        while found is not None:
-            path, state = found
+        checkpoint = self.store.newest()
+        while checkpoint is not None:
+            path, state = checkpoint
             step = int(state["step"])
             self._require_same_half(step, state)
             try:
@@ -122,9 +122,9 @@ class Saving:
             # The trainer's file formats raise many kinds of exceptions.
             except Exception as error:
                 failed.append((step, error))
-                found = self.store.before(step)
+                checkpoint = self.store.before(step)
 
-        if failed and found is None:
+        if failed and checkpoint is None:
             newest, error = failed[0]
             raise RunStopped(
                 f"no checkpoint could be loaded; step {newest}: {_in_words(error)}. Correct it, or remove "
@@ -141,7 +141,7 @@ class Saving:
         self.store.broken.clear()
 
         # Without a checkpoint the run starts from its first step.
-        if found is None:
+        if checkpoint is None:
             self.ledger.forget()
             self._saved = self.score = None
             if served:

@@ -108,13 +108,13 @@ class CheckpointStore:
         for leftover in self._named(r"step_\d+\.(tmp|old)"):
             shutil.rmtree(leftover)
 
-        found = self.before(None)
-        if found is None and (steps := self.steps()):
+        checkpoint = self.before(None)
+        if checkpoint is None and (steps := self.steps()):
             raise ValueError(
                 f"none of the checkpoints in {self._directory} is whole (step {steps[-1]}: "
                 f"{_fault(self.path(steps[-1]))}). Bring one back, or remove them to start from step 0."
             )
-        return found
+        return checkpoint
 
     def before(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest complete checkpoint before `step` (None: of all); rename broken ones after it."""

@@ -75,10 +75,10 @@ class GroupBuffer:
             return sorted(list(self._ready)[:count])
 
         # In order: pass over the skipped indices, and stop at the first one that is still in flight.
-        found, index = [], self._next
-        while len(found) < count and (index in self._ready or index in self._gone):
+        indices, index = [], self._next
+        while len(indices) < count and (index in self._ready or index in self._gone):
             if index in self._ready:
-                found.append(index)
+                indices.append(index)
             index += 1
 
-        return found
+        return indices

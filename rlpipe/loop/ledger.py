@@ -214,7 +214,7 @@ class Ledger:
         rows = self._db.execute(
             f"SELECT idx FROM prompts WHERE idx >= ? AND state NOT IN {_UNFINISHED}", (index,)
         )
-        return [found for (found,) in rows]
+        return [ended for (ended,) in rows]
 
     def admitted_count(self) -> int:
         """Return the number of prompts admitted so far, which is the position in the prompt stream."""
@@ -306,7 +306,7 @@ def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None
         never["an instance was admitted twice in one epoch"] = (
             f"SELECT instance_id FROM prompts GROUP BY idx / {int(epoch)}, instance_id HAVING COUNT(*) > 1"
         )
-    return [f"{what}: {found}" for what, query in never.items() if (found := _some(db, query))]
+    return [f"{what}: {examples}" for what, query in never.items() if (examples := _some(db, query))]
 
 
 def _some(db: sqlite3.Connection, query: str, shown: int = 5) -> str:

@@ -86,9 +86,9 @@ def _table_names(db: sqlite3.Connection) -> list[str]:
 
 def check_format(db: sqlite3.Connection, path: Path) -> None:
     """Refuse the ledger of another version. Raises ValueError."""
-    (found,) = db.execute("PRAGMA user_version").fetchone()
-    if found != _FORMAT:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version != _FORMAT:
         raise ValueError(
-            f"{path} is a ledger of format {found}, this version writes {_FORMAT}: continue that run with "
+            f"{path} is a ledger of format {version}, this version writes {_FORMAT}: continue that run with "
             "the version that began it, or choose another run.dir."
         )

@@ -38,11 +38,11 @@ def excess(config: Config, card: int, host: int) -> str:
 
     card: bytes of one GPU. host: bytes of the machine, 0 if unknown.
     """
-    found = estimate(config, card)
+    processes = estimate(config, card)
 
     # Processes that share a GPU are added up; otherwise each kind of process has its GPUs.
     together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
-    on_gpu = [memory for memory in found if memory.on_gpu]
+    on_gpu = [memory for memory in processes if memory.on_gpu]
     trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
     others = [memory for memory in on_gpu if memory not in trainers]
     for group in [on_gpu] if together else [trainers, others]:
@@ -59,7 +59,7 @@ def excess(config: Config, card: int, host: int) -> str:
                     f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
                     f"conversation takes {need / GIB:.1f}"
                 )
-    needed = sum(memory.total * memory.count for memory in found if not memory.on_gpu)
+    needed = sum(memory.total * memory.count for memory in processes if not memory.on_gpu)
     if host and needed > host:
         return f"{needed / GIB:.1f} GiB on a machine that has {host / GIB:.1f}"
     return ""
@@ -157,7 +157,7 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
     The settings of one section are replaced together, because its dataclass checks them together.
     """
     parts: dict[str, dict[str, Any]] = {}
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
 
     for name, value in changes.items():
         first, _, rest = name.partition(".")
@@ -165,9 +165,9 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
         if rest:
             parts.setdefault(first, {})[rest] = value
         else:
-            found[first] = type(part)(value) if isinstance(part, Precision | Recompute) else value
-    found |= {name: _changed(getattr(config, name), inner) for name, inner in parts.items()}
-    return replace(config, **found)
+            changed[first] = type(part)(value) if isinstance(part, Precision | Recompute) else value
+    changed |= {name: _changed(getattr(config, name), inner) for name, inner in parts.items()}
+    return replace(config, **changed)
 
 
 def check_memory(config: Config) -> None:
@@ -211,8 +211,8 @@ def _ways(config: Config, card: int, host: int) -> Iterator[str]:
         apart = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
         apart |= {"rollout.sglang.memory_fraction": 0}
         apart = {name: value for name, value in apart.items() if value != _value(config, name)}
-        if found := settings(apart, card):
-            yield f"a GPU for each trainer rank and each server ({found})"
+        if changes_that_fit := settings(apart, card):
+            yield f"a GPU for each trainer rank and each server ({changes_that_fit})"
 
     # The smallest of the larger GPUs that is enough.
     sizes = {name: size for name, size in _LARGER.items() if 0 < card < size * GIB}
@@ -221,11 +221,13 @@ def _ways(config: Config, card: int, host: int) -> Iterator[str]:
         for name, size in sizes.items()
         for changes in ([{}, apart] if apart else [{}])
     )
-    if fitting := next(((name, found) for name, found in larger if found), None):
+    if fitting := next(
+        ((name, changes_that_fit) for name, changes_that_fit in larger if changes_that_fit), None
+    ):
         yield f"{fitting[0]}s ({fitting[1]})"
 
-    if _may_adapt(config) and (found := settings({"trainer.lora.rank": _RANK}, card)):
-        yield f"LoRA adapters instead of all weights ({found})"
+    if _may_adapt(config) and (changes_that_fit := settings({"trainer.lora.rank": _RANK}, card)):
+        yield f"LoRA adapters instead of all weights ({changes_that_fit})"
 
     if host and not card:
         needed = sum(memory.total * memory.count for memory in estimate(config))

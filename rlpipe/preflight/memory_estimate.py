@@ -402,24 +402,24 @@ def _element(config: Config) -> int:
 
 def estimate(config: Config, card: int = 0) -> list[Memory]:
     """Estimate every kind of process of a run. card: bytes of one GPU, 0 on a CPU."""
-    run_mode, found = config.run.half, []
+    run_mode, processes = config.run.half, []
     policy = read_architecture(read_config(resolve_model(config.model.path)))
     served = read_architecture(read_config(resolve_model(config.rollout_model)))
     if run_mode.trains:
         trainer = trainer_memory(policy, config, on_gpu=card > 0)
-        found.append(trainer if card else _on_host(trainer, config, libraries=LIBRARIES))
+        processes.append(trainer if card else _on_host(trainer, config, libraries=LIBRARIES))
         if config.decoupled.active:
             actor = trainer_memory(served, config, on_gpu=card > 0)
             actor = actor if card else _on_host(actor, config, libraries=0)
-            found.append(replace(actor, process="trainer rank, the actor's part"))
+            processes.append(replace(actor, process="trainer rank, the actor's part"))
 
     if run_mode.generates and config.rollout.engine is EngineKind.SGLANG:
-        found.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
+        processes.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
     elif run_mode.generates:
         engine = engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu")
         shared = run_mode.trains and config.cluster.mode is ClusterMode.INLINE
-        found.append(engine if card else _on_host(engine, config, libraries=0 if shared else LIBRARIES))
-    return found
+        processes.append(engine if card else _on_host(engine, config, libraries=0 if shared else LIBRARIES))
+    return processes
 
 
 def _on_host(memory: Memory, config: Config, *, libraries: int) -> Memory:

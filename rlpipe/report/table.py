@@ -23,8 +23,8 @@ def runs_table(directories: Sequence[Path], settings: Mapping[Path, str] | None 
 
 def run_directories(root: Path) -> list[Path]:
     """Return the run directories at or below `root`, those with the newest records last."""
-    found = [path.parent for path in root.rglob("config.yaml") if (path.parent / "events.jsonl").exists()]
-    return sorted(found, key=lambda path: (path / "events.jsonl").stat().st_mtime)
+    runs = [path.parent for path in root.rglob("config.yaml") if (path.parent / "events.jsonl").exists()]
+    return sorted(runs, key=lambda path: (path / "events.jsonl").stat().st_mtime)
 
 
 def _row(path: Path, settings: str) -> tuple[str, ...]:

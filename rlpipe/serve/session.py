@@ -190,8 +190,8 @@ class Session:
 
     def _parsed(self, raw: str, request: ChatRequest) -> tuple[ParsedTurn, list[Call]]:
         """Return a turn as the client gets it: cut at a text that ends it, and its tool calls apart."""
-        if found := [at for stop in request.stop if (at := raw.find(stop)) >= 0]:
-            raw = raw[: min(found)]
+        if stops := [at for stop in request.stop if (at := raw.find(stop)) >= 0]:
+            raw = raw[: min(stops)]
         plain = ParsedTurn(calls=(), content=raw)
         if not request.tools:
             return plain, []

@@ -97,15 +97,15 @@ class Succession:
 
     def before(self, segment: int, count: int) -> list[int]:
         """List the `count` tokens before a segment, in order; -1 where there is none."""
-        found: list[int] = []
+        tokens: list[int] = []
         parent = self.parents[segment]
-        while len(found) < count and parent >= 0:
+        while len(tokens) < count and parent >= 0:
             start, length = self.spans[parent]
-            taken = min(count - len(found), length)
-            found = [*range(start + length - taken, start + length), *found]
+            taken = min(count - len(tokens), length)
+            tokens = [*range(start + length - taken, start + length), *tokens]
             parent = self.parents[parent]
 
-        return [-1] * (count - len(found)) + found
+        return [-1] * (count - len(tokens)) + tokens
 
     def extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """List each segment's tokens after the `count` before it, and each token's index in that list."""
@@ -299,8 +299,8 @@ class GatedDeltaNet(MegatronModule):
 
         # Index -1, before the start of a trajectory, selects the appended row of zeros.
         padded = F.pad(x, (0, 0, 0, 1))
-        found = F.conv1d(padded[index].t()[None], weight, groups=x.shape[1])[0].t()
-        return F.silu(found.index_select(0, places - (self._delta.kernel - 1)))
+        convolved = F.conv1d(padded[index].t()[None], weight, groups=x.shape[1])[0].t()
+        return F.silu(convolved.index_select(0, places - (self._delta.kernel - 1)))
 
     def _gated_norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Compute RMSNorm(x) * silu(gate) [N, heads, d_v]."""
@@ -315,10 +315,10 @@ class GatedDeltaNet(MegatronModule):
         """Return Megatron's description of each parameter's shard."""
         own = dict(self.named_parameters(recurse=False))
         axes = {name: 0 for name in own if name != "norm_weight"}
-        found = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        state = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
         for name, module in self.named_children():
-            found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
-        return found
+            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+        return state
 
 
 def delta_rule(

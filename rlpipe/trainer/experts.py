@@ -197,8 +197,8 @@ class MixtureOfExperts(MoELayer):
 
         # Not of `weights`: the gradient of a transposed tensor is lost in Megatron's sum over ranks.
         sent_weights = copy_to_tensor_model_parallel_region(sent_weights)
-        found = self._through_experts(sent, sent_weights, chosen.sum(0))
-        mixed = unpermute(found, order, restore_shape=tokens.shape)
+        outputs = self._through_experts(sent, sent_weights, chosen.sum(0))
+        mixed = unpermute(outputs, order, restore_shape=tokens.shape)
 
         # Each rank has applied its slice of the experts: sum over ranks.
         if self.config.sequence_parallel:
@@ -229,8 +229,8 @@ class MixtureOfExperts(MoELayer):
             by_rank.T.flatten(),
             probs=all_to_all(group, weights, here, there),
         )
-        found, _bias = self.experts(received, arriving.sum(0), received_weights)
+        outputs, _bias = self.experts(received, arriving.sum(0), received_weights)
 
         # Reverse the sorting and the exchange.
-        back, _ = sort_chunks_by_idxs(found, arriving.T.flatten(), by_rank.view(-1, ranks).T.flatten())
+        back, _ = sort_chunks_by_idxs(outputs, arriving.T.flatten(), by_rank.view(-1, ranks).T.flatten())
         return all_to_all(group, back, there, here)

@@ -92,21 +92,21 @@ def _describe(
     described, _ = extract_sharded_tensors_and_factories(model_state)
     by_parameter = {id(entry.data): entry for entry in nested_values(described)}
 
-    found = {}
+    blocks = {}
     for number, (parameter, start, stop) in enumerate(_shares(optimizer)):
         if id(parameter) not in by_parameter:
             raise ValueError(f"a parameter is missing in the model's checkpoint. {KEEP_VARS_HINT}")
         pieces = _pieces(by_parameter[id(parameter)], parameter)
 
         states = optimizer._get_main_param_and_optimizer_states(parameter)
-        found[number] = {
+        blocks[number] = {
             name: [
                 block for at, piece in pieces for block in _blocks_of(piece, name, state, (start, stop), at)
             ]
             for name, state in states.items()
             if name != "step"  # Megatron stores it once
         }
-    return found
+    return blocks
 
 
 def _shares(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:

@@ -160,14 +160,14 @@ class Passes:
 
             # The flat predictions are those of one trajectory after the other.
             ends = mask.sum(1).cumsum()
-            found = {
+            scores = {
                 int(micro_batch.rows[b]): (
                     entropies[b, mask[b]],
                     candidates[ends[b] - mask[b].sum() : ends[b]],
                 )
                 for b in np.flatnonzero(micro_batch.rows >= 0)
             }
-            return predictions.logprobs.sum(), found
+            return predictions.logprobs.sum(), scores
 
         with torch.no_grad():
             forward = self.forward(model, score, temperature=temperature)

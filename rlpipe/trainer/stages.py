@@ -31,7 +31,7 @@ def whole_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     buffers = (pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS.megatron))
     for name, tensor in chain(model.named_parameters(), buffers):
         if not name.startswith("adapters."):
-            yield re.sub(r"^decoder\.layers\.(\d+)", lambda found: _whole(model, int(found[1])), name), tensor
+            yield re.sub(r"^decoder\.layers\.(\d+)", lambda match: _whole(model, int(match[1])), name), tensor
 
 
 def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]]:

@@ -49,13 +49,13 @@ class BucketChecksums:
         self._ranks: list[dict[str, str]] = [{} for _ in range(ranks)]
 
         # Layers whose experts come in several buckets, and what has not come yet.
-        found: dict[str, list[Bucket]] = {}
+        by_layer: dict[str, list[Bucket]] = {}
         for bucket in plan:
             for layer, tensors in groupby(bucket, lambda pair: layer_of(pair[0])):
-                found.setdefault(layer, []).append(list(tensors))
+                by_layer.setdefault(layer, []).append(list(tensors))
         self._layers = {
             layer: dict(pair for bucket in buckets for pair in bucket)
-            for layer, buckets in found.items()
+            for layer, buckets in by_layer.items()
             if layer and len(buckets) > 1
         }
         self._missing = {layer: set(tensors) for layer, tensors in self._layers.items()}

@@ -142,11 +142,11 @@ def controllers() -> dict[str, Path]:
 
 def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
     """Return where groups with each controller could be made, judging by the files only."""
-    found: dict[str, Path] = {}
+    by_controller: dict[str, Path] = {}
     for types, root, own in _hierarchies(proc):
         for controller in types & set(CONTROLLERS):
             if os.access(own, os.W_OK):
-                found[controller] = own
+                by_controller[controller] = own
 
         # Version 2 has one hierarchy: take the nearest group upwards that delegates all controllers.
         if not types:
@@ -156,7 +156,7 @@ def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
                     break
                 if set(handed.read_text().split()) >= set(CONTROLLERS) and os.access(above, os.W_OK):
                     return dict.fromkeys(CONTROLLERS, above)
-    return found
+    return by_controller
 
 
 def is_version_2(group: Path) -> bool:

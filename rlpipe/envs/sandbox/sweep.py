@@ -27,15 +27,15 @@ def prefix() -> str:
 def left(mark: str = "") -> list[Path]:
     """Return folders and groups of this user's killed processes, or of the run of that mark."""
     ours = {os.geteuid(), NOBODY} if os.geteuid() == 0 else {os.geteuid()}
-    found = []
+    leftovers = []
     for path in [*scratch().glob(f"{_PREFIX}*"), *cgroup.groups(_PREFIX)]:
         pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")
         # Another start may remove the same path at this moment.
         with contextlib.suppress(OSError):
             dead = pid.isdigit() and not psutil.pid_exists(int(pid))
             if (dead or (mark and rest.startswith(mark))) and path.lstat().st_uid in ours:
-                found.append(path)
-    return found
+                leftovers.append(path)
+    return leftovers
 
 
 def sweep(mark: str = "") -> int:

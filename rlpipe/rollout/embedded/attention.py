@@ -95,19 +95,19 @@ def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
     ((0, 12, 130),)
     """
     longest = np.maximum.reduceat(contexts, np.arange(0, len(contexts), PIECE_ROWS)).tolist()
-    found: list[Piece] = []
+    groups: list[Piece] = []
     for index, keys in enumerate(longest):
         start, stop = index * PIECE_ROWS, min((index + 1) * PIECE_ROWS, len(contexts))
 
         # Join the rows to the group before them where few keys are read in vain.
-        if found:
-            begin, middle, before = found[-1]
+        if groups:
+            begin, middle, before = groups[-1]
             more = max(before, keys)
             if (more - before) * (middle - begin) + (more - keys) * (stop - start) <= PIECE_KEYS:
-                found[-1] = (begin, stop, more)
+                groups[-1] = (begin, stop, more)
                 continue
-        found.append((start, stop, keys))
-    return tuple(found)
+        groups.append((start, stop, keys))
+    return tuple(groups)
 
 
 def expand_mask(mask: torch.Tensor, kv_heads: int, group: int) -> torch.Tensor:
@@ -137,13 +137,13 @@ def attend_products(
     mask = mask.reshape(merged, -1, length)
     single = width * group == 1
     kernel = _two_products if single or query.dtype == torch.float32 else _one_kernel
-    found = []
+    outputs = []
     for start, stop, seen in pieces:
         rows = slice(start * kv_heads, stop * kv_heads)
         parts = grouped[rows], keys[rows, :seen], values[rows, :seen], mask[rows, :, :seen]
-        found.append(kernel(*parts, scale=scale or dim**-0.5))
+        outputs.append(kernel(*parts, scale=scale or dim**-0.5))
 
-    attended = (found[0] if len(found) == 1 else torch.cat(found)).view(batch, -1, width, group, dim)
+    attended = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(batch, -1, width, group, dim)
     return attended.transpose(1, 2).reshape(batch * width, heads * dim)
 
 

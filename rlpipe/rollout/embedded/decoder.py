@@ -150,13 +150,13 @@ class Decoder:
 
         states: [N, H] of a pass that begins with `nodes` tokens of decoding rows.
         """
-        found, start = [states[:0]], nodes
+        ends, start = [states[:0]], nodes
         for part in fills:
-            found.append(states[start : start + part.span.tokens].index_select(0, part.flat_last))
+            ends.append(states[start : start + part.span.tokens].index_select(0, part.flat_last))
             start += part.span.tokens
         if copies:
-            found.append(torch.cat(found).index_select(0, self._upload(np.asarray(copies) - decoding)))
-        return torch.cat(found)
+            ends.append(torch.cat(ends).index_select(0, self._upload(np.asarray(copies) - decoding)))
+        return torch.cat(ends)
 
     def rebuild(self) -> None:
         """Recompute the keys of all active rows with the current weights."""

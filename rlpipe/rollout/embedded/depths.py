@@ -53,15 +53,15 @@ def carried(states: torch.Tensor, frontier: torch.Tensor, parts: Sequence[Part])
 
     states: [N, H] of the layer before, part after part. frontier: [rows, H] of it, before this pass.
     """
-    found, start, row = [], 0, 0
+    inputs, start, row = [], 0, 0
     for part in parts:
         batch, stop = part.span.batch, start + part.span.tokens
         block = states[start:stop].unflatten(0, (batch, -1))
         # Shift each row by one anchor: its frontier comes first, and the last state is not read yet.
         before = frontier[row : row + batch].unsqueeze(1)
-        found.append(torch.cat((before, block[:, :-1]), 1).flatten(0, 1))
+        inputs.append(torch.cat((before, block[:, :-1]), 1).flatten(0, 1))
         start, row = stop, row + batch
-    return torch.cat(found)
+    return torch.cat(inputs)
 
 
 def draft_deeper(

@@ -386,9 +386,9 @@ def _likeliest(logits: torch.Tensor, children: int) -> torch.Tensor:
 
     With fewer tokens than children the last one is repeated.
     """
-    found = logits.topk(min(children, logits.shape[-1]), -1).indices
-    missing = children - found.shape[-1]
-    return torch.cat((found, found[..., -1:].expand(*found.shape[:-1], missing)), -1)
+    tokens = logits.topk(min(children, logits.shape[-1]), -1).indices
+    missing = children - tokens.shape[-1]
+    return torch.cat((tokens, tokens[..., -1:].expand(*tokens.shape[:-1], missing)), -1)
 
 
 def tree_streams(tree: Tree) -> int:

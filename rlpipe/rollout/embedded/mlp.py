@@ -55,8 +55,8 @@ class Mixture:
         sizes = chosen.bincount(minlength=len(self.members)).tolist()
 
         sent = x.index_select(0, tokens).split(sizes)
-        found = [mlp(part) for mlp, part in zip(self.members, sent, strict=True) if len(part)]
-        weighted = torch.cat(found).float() * weights.flatten()[order].unsqueeze(-1)
+        outputs = [mlp(part) for mlp, part in zip(self.members, sent, strict=True) if len(part)]
+        weighted = torch.cat(outputs).float() * weights.flatten()[order].unsqueeze(-1)
         mixed = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, weighted).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x)
 

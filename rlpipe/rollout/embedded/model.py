@@ -237,21 +237,21 @@ class Model:
         self, tokens: torch.Tensor, spans: Sequence[Span], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `forward`; return also the outputs of some layers concatenated [N, len(layers) * H]."""
-        hidden, found = self._backbone(tokens, spans, layers)
-        return hidden, torch.cat(found, -1)
+        hidden, outputs = self._backbone(tokens, spans, layers)
+        return hidden, torch.cat(outputs, -1)
 
     def _backbone(
         self, tokens: torch.Tensor, spans: Sequence[Span], kept: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return final-norm hidden states, and the outputs of the chosen layers in their order."""
-        x, found = self.embedding.index_select(0, tokens), {}
+        x, outputs = self.embedding.index_select(0, tokens), {}
         shared = join(spans)
         for index, layer in enumerate(self.layers):
             x = self._run(layer, index, x, spans, shared)
             if index in kept:
-                found[index] = x  # the next layer makes a new tensor
+                outputs[index] = x  # the next layer makes a new tensor
 
-        return self.norm(x, self.final_norm), [found[index] for index in kept]
+        return self.norm(x, self.final_norm), [outputs[index] for index in kept]
 
     def draft(
         self,

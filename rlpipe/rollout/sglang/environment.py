@@ -97,13 +97,13 @@ def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment
 
 def local_nccl() -> str:
     """Return the version of NCCL in this environment, which is the trainer's; empty where there is none."""
-    found = {}
+    versions = {}
     for name in _NCCL:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return _nccl(found)
+    return _nccl(versions)
 
 
 def served_nccl(config: SglangConfig) -> str:
@@ -121,7 +121,7 @@ def nccl_differs(local: str, served: str) -> bool:
 
 def _nccl(versions: Mapping[str, str | None]) -> str:
     """Return the version of NCCL among those of packages; empty where there is none."""
-    return next((found for name in _NCCL if (found := versions.get(name))), "")
+    return next((version for name in _NCCL if (version := versions.get(name))), "")
 
 
 def _interpreter(config: SglangConfig) -> Path:
