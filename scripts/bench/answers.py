@@ -30,12 +30,19 @@ def pm(pair: list[float], digits: int = 2) -> str:
 
 def quickstart(r: Any) -> str:
     """Seconds of the newcomer's first command."""
-    before, after = r["val_reward"]
+    if "parts" not in r:  # a result of before the parts were written
+        parts, rewards = {"installation": r["installation_s"]}, [r["val_reward"]]
+    else:
+        parts = {name: seconds for name, seconds in r["parts"].items() if seconds}
+        several = [values for name, values in r["held_out"].items() if name] or r["held_out"].values()
+        rewards = [[value for value, _ in values] for values in several]
+    before, after = (mean(values) for values in zip(*rewards, strict=True))
     return (
-        f"{r['seconds']:.0f} s from a fresh clone with an empty HOME, of which {r['installation_s']} s "
-        f"are the installation ({r['cores']} cores, load average {r['load_average_before'][0]:.1f} before "
-        f"and {r['load_average_after'][0]:.1f} after). Held-out reward {before:.3f} to {after:.3f}. "
-        + goal(r["seconds"] < 720, "720 s")
+        f"{r['seconds']:.0f} s from a fresh clone with an empty HOME "
+        f"({', '.join(f'{name} {seconds} s' for name, seconds in parts.items())}; {r['cores']} cores, load "
+        f"average {r['load_average_before'][0]:.1f} before and {r['load_average_after'][0]:.1f} after). "
+        f"Held-out reward {before:.3f} to {after:.3f}. "
+        + goal(r["seconds"] < r.get("goal", 720), f"{r.get('goal', 720)} s")
     )
 
 
@@ -640,3 +647,55 @@ def greedy_equals(r: Any) -> str:
     held = all(result["equal"] == result["prompts"] for result in r["results"].values())
     tokens = r["config"]["tokens"]
     return f"{tokens} tokens each, float32: {'; '.join(texts)}. {goal(held, 'all, token for token')}"
+
+
+def real_against_trl(r: Any) -> str:
+    """A GRPO run of a released model against TRL: seconds a step, and held-out reward."""
+    labels = {
+        "rlpipe": "rlpipe",
+        "trl_bf16": "TRL, bf16",
+        "trl_autocast": "TRL, autocast",
+        "trl_fp32": "TRL, fp32",
+    }
+    rows = [
+        [
+            labels[arm],
+            row["steps"],
+            f"{row['seconds_a_step']['median']:.1f}",
+            f"{row['reward_before']['mean']:.3f}",
+            f"{row['reward_at_equal_steps']['mean']:.3f}",
+            f"{row['reward_at_equal_minutes']['mean']:.3f}",
+        ]
+        for arm, row in r["arms"].items()
+    ]
+    head = ["", "steps", "seconds a step", "held-out before", "at equal steps", "at equal minutes"]
+    texts = []
+    for arm, places in r["rlpipe_minus_trl"].items():
+        for place, one in places.items():
+            low, high = one["interval"]
+            shown = "" if low > 0 or high < 0 else ", no difference shown"
+            where = place.removeprefix("reward_").replace("_", " ")
+            texts.append(f"{labels[arm]}, {where}: {one['mean']:+.3f} [{low:.2f}, {high:.2f}]{shown}")
+    ratio = min(r["ratios_of_seconds"].values())
+    seeds = len(r["arms"]["rlpipe"]["reward_before"]["seeds"])
+    return (
+        f"{table(head, rows)}\n\nNo drafts on either side; TRL {r['trl_versions']['trl']}. rlpipe's reward "
+        f"minus TRL's, {seeds} paired seeds, 95% interval: {'; '.join(texts)}. TRL takes {ratio:.1f} times "
+        f"as long a step. {goal(ratio >= 5, '5 times')}"
+    )
+
+
+def real_first_tokens(r: Any) -> str:
+    """G-tests of a real model's tokens by mode."""
+    rows = [
+        [mode, f"{row['largest_score']:.2f}", f"{max(row['scores_of_a_wrong_law']):.1f}", row["prefixes"]]
+        for mode, row in r["results"].items()
+    ]
+    held = all(row["largest_score"] <= r["limit"] for row in r["results"].values())
+    head = ["mode", "largest score", f"at a temperature of {r['wrong_temperature']:.2f}", "contexts"]
+    return (
+        f"{table(head, rows)}\n\n{r['config']['turns']:,} answers of four tokens in each mode, judged by "
+        "transformers' float32 distribution; scores are standard normal, five a mode, and a right engine is "
+        f"above {r['limit']} once in {1 / r['alpha']:,.0f} runs. The third column judges the same tokens by "
+        f"a wrong law, as the test's power. {goal(held, 'none above')}"
+    )
