@@ -662,13 +662,15 @@ def real_against_trl(r: Any) -> str:
             labels[arm],
             row["steps"],
             f"{row['seconds_a_step']['median']:.1f}",
+            f"{row['response_tokens']:.0f}",
             f"{row['reward_before']['mean']:.3f}",
             f"{row['reward_at_equal_steps']['mean']:.3f}",
             f"{row['reward_at_equal_minutes']['mean']:.3f}",
         ]
         for arm, row in r["arms"].items()
     ]
-    head = ["", "steps", "seconds a step", "held-out before", "at equal steps", "at equal minutes"]
+    head = ["", "steps", "seconds a step", "tokens an answer"]
+    head += ["held-out before", "at equal steps", "at equal minutes"]
     texts = []
     for arm, places in r["rlpipe_minus_trl"].items():
         for place, one in places.items():
