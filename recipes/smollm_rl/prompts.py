@@ -38,7 +38,10 @@ FUNCTIONS = _split(
     "removes duplicates from a list;"
     "computes the average of a list;returns the n-th Fibonacci number;converts Celsius to Fahrenheit;"
     "merges two sorted lists;tests whether a word is a palindrome;counts the lines of a file;"
-    "computes a factorial;returns the longest word of a sentence;finds the index of an element"
+    "computes a factorial;returns the longest word of a sentence;finds the index of an element;"
+    "rounds a number to two decimals;splits a text into words;counts how often each letter occurs;"
+    "checks whether a year is a leap year;removes spaces from a string;returns the even numbers of a list;"
+    "joins words with commas;computes the area of a circle"
 )
 TRANSLATION = _split(
     "Translate to French: '{}';Translate to Spanish: '{}';Translate to German: '{}';"
@@ -48,7 +51,9 @@ SENTENCES = _split(
     "The dog is old.;The train is late.;My house is small.;She reads a green book.;We eat bread and cheese.;"
     "Where is the station?;It rains every day.;He plays the piano.;The children are tired.;I like this song.;"
     "The shop is closed today.;They live near the sea.;Open the window, please.;The moon is bright.;"
-    "Our teacher is kind.;The water is cold."
+    "Our teacher is kind.;The water is cold.;My brother lives in Rome.;He has two cats.;The soup is too hot.;"
+    "We go to school by bus.;Her coat is blue.;The garden is full of flowers.;I lost my key yesterday.;"
+    "This chair is not comfortable."
 )
 HTML = _split(
     "Create an HTML page with a table of {}.;Create an HTML form that asks for {}.;"
@@ -56,7 +61,8 @@ HTML = _split(
 )
 OBJECTS = _split(
     "cars;fruit;cities;books;names and addresses;opening hours;recipes;songs;football results;prices;planets;"
-    "holidays;contacts;films;courses;tools"
+    "holidays;contacts;films;courses;tools;animals;countries;shopping items;birthdays;rivers;sports;"
+    "train times;exam results"
 )
 
 Draw = Callable[[random.Random, bool], Data]

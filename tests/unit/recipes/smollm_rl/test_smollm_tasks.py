@@ -7,8 +7,9 @@ import random
 import pytest
 
 from recipes.smollm_rl.prompts import UNSCORED
-from recipes.smollm_rl.suite import ALL_TASKS, Suite
+from recipes.smollm_rl.suite import ALL_TASKS, Suite, make_suite
 from recipes.smollm_rl.tasks import TASKS, TOPICS, WORDS, data_of, is_sentence, sides
+from rlpipe.cli.run import config_of
 from rlpipe.envs.base import TRAIN
 
 pytestmark = pytest.mark.unit
@@ -149,3 +150,10 @@ def test_unscored_prompts_never_earn() -> None:
     for task in UNSCORED.values():
         for prompt, data in task.examples(10):
             assert task.score(data, prompt) == 0.0
+
+
+@pytest.mark.parametrize("recipe", ["smollm_rl", "smollm_adapt"])
+def test_the_recipes_ask_for_no_more_prompts_than_there_are(recipe) -> None:
+    config, _ = config_of([f"+recipe={recipe}"])
+    suite = make_suite(config.env, 0)
+    assert min(len(suite.instance_ids(name)) for name in suite.splits()) >= config.adapt.eval_prompts
