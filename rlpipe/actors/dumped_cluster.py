@@ -50,7 +50,7 @@ class _WrappedCluster(Cluster):
     async def freeze_draft(self) -> None:
         await self._cluster.freeze_draft()
 
-    async def publish_weights(self, version: int) -> dict[str, Value]:
+    async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         self._version = version
         return await self._cluster.publish_weights(version)
 
@@ -94,7 +94,7 @@ class DumpingCluster(_WrappedCluster):
             await self._write(self._dump.trained, step, comparable(metrics))
         return metrics
 
-    async def publish_weights(self, version: int) -> dict[str, Value]:
+    async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         if version <= self._version:  # the run went back to a checkpoint
             await asyncio.to_thread(self._dump.forget_after, version)
         return await super().publish_weights(version)

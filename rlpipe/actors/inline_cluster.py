@@ -64,15 +64,19 @@ class InlineCluster(Cluster):
         assert self._trainer is not None, "run.half=rollout has no trainer"
         await self._on_trainer_thread(self._trainer.freeze_draft)
 
-    async def publish_weights(self, version: int) -> dict[str, Value]:
-        if self._rollout is None or self._trainer is None:
-            return {}
-        started = time.monotonic()
-        payload = await self._on_trainer_thread(self._trainer.export, version)
-        assert payload is not None, "the only rank exports the weights"
-        metrics = await self._report_events(self._rollout, self._rollout.update_weights(payload))
-        metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
-        return metrics
+    async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        started, rollout, payload = time.monotonic(), self._rollout, None
+        if rollout is not None and self._trainer is not None:
+            payload = await self._on_trainer_thread(self._trainer.export, version)
+
+        async def send() -> dict[str, Value]:
+            if rollout is None or payload is None:
+                return {}
+            metrics = await self._report_events(rollout, rollout.update_weights(payload))
+            metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
+            return metrics
+
+        return send
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         trainer = self._trainer

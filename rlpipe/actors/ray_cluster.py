@@ -4,8 +4,9 @@ With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each 
 
 Owns the trainer's ranks and how weights reach the workers; `placement.py` reserves their places, `workers.py`
 calls, replaces, adds and drains workers. Weights pass from trainer to workers as an object-store reference,
-or the trainer's first rank sends them to all SGLang servers at once
-(rollout.sglang.weight_transfer=collective, ipc). When a trainer rank dies or hangs, all ranks are ended and
+or the trainer sends them itself: its first rank to all SGLang servers at once
+(rollout.sglang.weight_transfer=collective, ipc), or each rank to the server of its GPU (ipc with
+cluster.share_gpus). When a trainer rank dies or hangs, all ranks are ended and
 `TrainerLost` is raised; `rebuild_trainer` starts new ones, which then load a checkpoint. With run.half=train
 there are no workers, with run.half=rollout no ranks.
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -33,7 +34,7 @@ from rlpipe.loop.cluster_protocol import Cluster, TrainerLost
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.preflight.object_store import check_store
 from rlpipe.types import Group, Prompt, Trajectory
-from rlpipe.weights.offer import Offer, Rendezvous
+from rlpipe.weights.offer import Member, Offer, Rendezvous
 from rlpipe.weights.payload import unpack_weights
 
 if TYPE_CHECKING:
@@ -46,8 +47,16 @@ T = TypeVar("T")
 
 # Concurrency groups of a rank: threads that work during its steps.
 _WRITING = "writing"  # writes checkpoints
-_GIVING = "giving"  # returns weights that were published
+_SENDING = "sending"  # sends weights that were copied
 _GRACE_S = 10.0  # for a rank's death to become known, when another rank failed because of it
+
+
+class _Group(NamedTuple):
+    """A trainer rank's group with the servers that it sends to, and the buckets of each version."""
+
+    rendezvous: Rendezvous
+    buckets: Sequence[Bucket]
+    servers: list[str]
 
 
 def hosts_and_gpus() -> tuple[int, bool]:
@@ -113,12 +122,10 @@ class RayCluster(Cluster):
         if config.cluster.share_gpus:
             gpus = 0.5
         self._options = {"num_cpus": 1, "num_gpus": gpus * config.rollout.cards, "max_concurrency": 1000}
-        # Only where the trainer broadcasts weights: its group with the servers.
-        self._group: Rendezvous | None = None
-        self._buckets: Sequence[Bucket] = ()
-        self._members: list[str] = []  # the servers in the group
+        # Only where the trainer broadcasts weights: its groups with servers, by rank.
+        self._groups: dict[TrainerHandle, _Group] = {}
 
-        threads = {_WRITING: 1, _GIVING: 1}
+        threads = {_WRITING: 1, _SENDING: 1}
         self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": threads}
         self._trainers: list[TrainerHandle] = []
 
@@ -166,55 +173,70 @@ class RayCluster(Cluster):
     async def freeze_draft(self) -> None:
         await self._call_ranks("freeze_draft", lambda rank: rank.freeze_draft.remote())
 
-    async def publish_weights(self, version: int) -> dict[str, Value]:
-        if not (self._workers.members and self._config.run.half.trains):
-            return {}
-        started = time.monotonic()
-        async with self._workers.updating:
-            publish = self._broadcast if self._config.broadcasts_weights else self._export
-            metrics = await publish(version)
-        metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
-        return metrics
+    async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        started, send = time.monotonic(), None
+        if self._workers.members and self._config.run.half.trains:
+            send = await (self._copy if self._config.broadcasts_weights else self._export)(version)
 
-    async def _export(self, version: int) -> dict[str, Value]:
-        """Publish weights through the object store, once for all workers."""
+        async def send_and_time() -> dict[str, Value]:
+            if send is None:
+                return {}
+            async with self._workers.updating:
+                metrics = await send()
+            metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
+            return metrics
+
+        return send_and_time
+
+    async def _export(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        """Put weights into the object store, once for all workers."""
         exports = [rank.export.remote(version) for rank in self._trainers]
         exported = exports[0]  # the others' are empty
 
         # Ready only after the export; the weights themselves are not fetched to this process.
         await self._call_ranks("export", lambda rank: rank.__ray_ready__.remote())
-        self._workers.newest = load = lambda worker: worker.update_weights.remote(exported)
-        return reduce(await self._workers.call_all(load, serving=True))
+
+        async def send() -> dict[str, Value]:
+            self._workers.newest = load = lambda worker: worker.update_weights.remote(exported)
+            return reduce(await self._workers.call_all(load, serving=True))
+
+        return send
+
+    async def _copy(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        """Copy weights in the trainer, which sends them itself."""
+        await self._call_ranks("copy_weights", lambda rank: rank.copy_weights.remote(version))
+        return partial(self._broadcast, version)
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
-        """Publish weights from the trainer to all servers at once, past this process and the object store."""
-        trainer = self._trainers[0]
+        """Publish the copy from the trainer to all servers, past this process and the object store."""
         answers = await self._workers.call_all(lambda worker: worker.membership.remote(), serving=True)
         members = [member for member in answers if member.server]  # a server that is down is not waited for
-        servers = [member.server for member in members]
 
-        # A new group when servers came, went or restarted.
-        group = self._group
-        if group is None or servers != self._members or {m.group for m in members} - {group.name}:
-            opening = trainer.open_group.remote(self._trainer_host, len(members))
-            await self._call_ranks("open_group", lambda rank: rank.__ray_ready__.remote())
-            group, self._buckets = await opening
-            self._group, self._members = group, servers
+        # The first rank sends to all servers, or each rank to that of its GPU.
+        by_root = [members]
+        if self._config.sends_from_every_rank:
+            by_root = [[m for m in members if m.worker == rank] for rank in range(len(self._trainers))]
+        roots = self._trainers[: len(by_root)]
+        groups = await asyncio.gather(*map(self._group_of, roots, by_root))
 
-        sending = [rank.broadcast.remote(version) for rank in self._trainers]
-        offer = Offer(
-            version=version,
-            group=group,
-            members=servers,
-            ranks=self._config.rollout.sglang.tp,
-            buckets=self._buckets,
-            result=partial(_answer_of_trainer, "does not tell of its broadcast", sending[0]),
-            weights=partial(_fetch_weights, trainer, version, sending[0]),
-        )
-        self._workers.newest = receive = lambda worker: worker.receive_weights.remote(offer)
+        sending = [_on(_SENDING, root.broadcast).remote(version) for root in roots]
+        offers = [
+            Offer(
+                version=version,
+                group=group.rendezvous,
+                members=group.servers,
+                ranks=self._config.rollout.sglang.tp,
+                buckets=group.buckets,
+                result=partial(_answer_of_trainer, "does not tell of its broadcast", sent),
+                weights=partial(_fetch_weights, root, version, sent),
+            )
+            for root, group, sent in zip(roots, groups, sending, strict=True)
+        ]
+        self._workers.newest = receive = lambda worker: worker.receive_weights.remote(offers)
         receiving = asyncio.ensure_future(self._workers.settle_all(receive, serving=True))
         try:
-            await self._call_ranks("broadcast", lambda rank: rank.__ray_ready__.remote())
+            answers_of_roots = iter(sending)
+            await self._call_ranks("broadcast", lambda _: next(answers_of_roots), of=roots)
         finally:  # when the trainer dies the workers fail too; its error is more precise and raised first
             results = await receiving
 
@@ -224,6 +246,20 @@ class RayCluster(Cluster):
                 raise result
             metrics.append(result)
         return reduce(metrics)
+
+    async def _group_of(self, root: TrainerHandle, members: Sequence[Member]) -> _Group:
+        """Return the group of a rank with these servers, a new one when some came, went or restarted."""
+        servers = [member.server for member in members]
+        group = self._groups.get(root)
+        if group is None or servers != group.servers or {m.group for m in members} - {group.rendezvous.name}:
+            host = "127.0.0.1" if self._config.sends_from_every_rank else self._trainer_host
+            opened = await self._call_ranks(
+                "open_group",
+                lambda rank: _on(_SENDING, rank.open_group).remote(host, len(servers)),
+                of=[root],
+            )
+            self._groups[root] = group = _Group(*opened[0], servers)
+        return group
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         await self._call_ranks("begin_save", lambda rank: rank.begin_save.remote(directory))
@@ -238,7 +274,7 @@ class RayCluster(Cluster):
         await self._call_ranks("load", lambda rank: rank.load.remote(directory))
 
     async def rebuild_trainer(self) -> None:
-        self._workers.newest = self._group = None  # both belong to the lost trainer
+        self._workers.newest, self._groups = None, {}  # both belong to the lost trainer
         try:
             await asyncio.to_thread(self._start_trainers)
         except RayActorError as error:
@@ -328,8 +364,16 @@ class RayCluster(Cluster):
         starting: Any = [rank.start.remote(master) for rank in self._trainers]
         ray.get(starting)
 
-    async def _call_ranks(self, name: str, call: Callable[[TrainerHandle], Awaitable[T]]) -> list[T]:
-        """Call every trainer rank and return their answers. name: of the call, for events and errors.
+    async def _call_ranks(
+        self,
+        name: str,
+        call: Callable[[TrainerHandle], Awaitable[T]],
+        *,
+        of: Sequence[TrainerHandle] | None = None,
+    ) -> list[T]:
+        """Call every trainer rank and return their answers.
+
+        name: of the call, for events and errors. of: the ranks to call, if not all.
 
         Raises TrainerLost when a rank dies, hangs, or was lost before.
         """
@@ -337,7 +381,8 @@ class RayCluster(Cluster):
             raise TrainerLost(f"{name}: the trainer was lost before")
         ranks = self._trainers
         timeout = self._config.cluster.hang_s or None
-        answers = [asyncio.ensure_future(wait_for_answer(call(rank))) for rank in ranks]
+        called = ranks if of is None else of
+        answers = [asyncio.ensure_future(wait_for_answer(call(rank))) for rank in called]
         try:
             return await asyncio.wait_for(asyncio.gather(*answers), timeout)
         except RayTaskError:
@@ -399,7 +444,7 @@ async def _fetch_weights(
     """
     failure = f"does not give out version {version}"
     await _answer_of_trainer(failure, broadcast)
-    payload = _on(_GIVING, trainer.newest).remote(version)
+    payload = _on(_SENDING, trainer.newest).remote(version)
     return unpack_weights(await _answer_of_trainer(failure, payload))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,10 +160,14 @@ class RolloutWorker:
 
     async def membership(self) -> Member:
         """Return the server of this worker, if it answers now, and its group."""
-        return await asyncio.to_thread(self._in_group().membership)
+        return replace(await asyncio.to_thread(self._in_group().membership), worker=self._number)
 
-    async def receive_weights(self, offer: Offer) -> dict[str, Value]:
-        """Receive what the trainer broadcasts to the servers of all workers, instead of `update_weights`."""
+    async def receive_weights(self, offers: Sequence[Offer]) -> dict[str, Value]:
+        """Receive what the trainer broadcasts, instead of `update_weights`.
+
+        offers: one for the servers of all workers, or one for each worker.
+        """
+        offer = offers[self._number] if len(offers) > 1 else offers[0]
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=offer.version):
             await asyncio.to_thread(self._in_group().receive_weights, offer)

@@ -71,8 +71,15 @@ class TrainerWorker:
             from rlpipe.weights.sender import WeightSender
 
             rollout, drafter = self._config.rollout, self._config.spec.drafter
+            everywhere = self._config.sends_from_every_rank
             self._sender = WeightSender(
-                rollout, self._trainer, on_gpu=is_on_gpu(rollout), drafter=drafter, draft=self._draft
+                rollout,
+                self._trainer,
+                on_gpu=is_on_gpu(rollout),
+                drafter=drafter,
+                draft=self._draft,
+                root=everywhere or self._rank == 0,
+                everywhere=everywhere,
             )
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
@@ -222,19 +229,24 @@ class TrainerWorker:
                 weights |= self._draft.export_weights()
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
+    def copy_weights(self, version: int) -> None:
+        """Copy the full weights for `broadcast`, on the ranks that send some (all ranks gather)."""
+        with self._spans.lane() as lane, lane.span("copy", version=version):
+            self._broadcaster().copy(version)
+
+    # The following three are called on another thread than all other methods, while training continues.
+
     def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
-        """Open a group with so many servers; return it and the buckets of every update. For rank 0."""
+        """Open a group with so many servers; return it and the buckets of every update."""
         return self._broadcaster().open(host, servers)
 
-    def broadcast(self, version: int) -> BroadcastResult | None:
-        """Send the full weights to all servers at once; return None except on rank 0 (all ranks gather)."""
+    def broadcast(self, version: int) -> BroadcastResult:
+        """Send the copy to the servers of the group."""
         with self._spans.lane() as lane, lane.span("sync", version=version):
-            sent = self._broadcaster().send(version)
-
-        return sent if self._rank == 0 else None
+            return self._broadcaster().send(version)
 
     def newest(self, version: int) -> WeightPayload:
-        """Return the weights of the last `broadcast`; on rank 0, on another thread than all other calls."""
+        """Return the weights that were copied last."""
         return self._broadcaster().newest(version)
 
     def _broadcaster(self) -> WeightSender:

@@ -247,6 +247,11 @@ class Config:
             and not (self.injection.active() or self.decoupled.active)
         )
 
+    @property
+    def sends_from_every_rank(self) -> bool:
+        """Whether each trainer rank sends weights to the server of its GPU, instead of the first to all."""
+        return self.broadcasts_weights and self.cluster.share_gpus
+
     def validates(self, step: int) -> bool:
         """Return whether the policy is validated at a step: the first, every val.every, and the last."""
         every = self.val.every
@@ -278,17 +283,20 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
     """Replace `rollout.sglang.weight_transfer=auto` by a transfer, and return the settings and the reason.
 
     Trainer and servers on one host share memory, unless the servers have separate GPUs: then, and across
-    hosts, the trainer broadcasts if it can. A server on the GPU of a single trainer rank maps its memory
-    (ipc). Other values than `auto` are unchanged. hosts: number in the cluster. gpus: whether it has any.
+    hosts, the trainer broadcasts if it can. A server on the GPU of a trainer rank maps that rank's memory
+    (ipc), unless only the first rank has the draft. Other values than `auto` are unchanged. hosts: number in
+    the cluster. gpus: whether it has any.
     Raises ValueError for ipc where servers cannot map the trainer's memory.
     """
     rollout = config.rollout
     sglang = rollout.sglang
     on_gpu = gpus if rollout.device == "auto" else rollout.device.startswith("cuda")
-    apart = on_gpu and not config.cluster.share_gpus
+    shares = config.cluster.share_gpus
+    apart = on_gpu and not shares
+    remote = (hosts > 1 and not shares) or apart
 
     # A server can map memory only of its own host and GPU.
-    if sglang.weight_transfer is WeightTransfer.IPC and config.broadcasts_weights and (hosts > 1 or apart):
+    if sglang.weight_transfer is WeightTransfer.IPC and config.broadcasts_weights and remote:
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
         raise ValueError(
             f"rollout.sglang.weight_transfer=ipc with {where}: a server maps memory of the trainer's own "
@@ -304,9 +312,10 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
 
     # `broadcasts_weights` reads the transfer, so it is evaluated with the candidate.
     broadcast = by(WeightTransfer.COLLECTIVE)
-    if broadcast.broadcasts_weights and (hosts > 1 or apart):
+    if broadcast.broadcasts_weights and remote:
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
         return broadcast, f"weights reach the servers by broadcast (collective): {where}"
-    if broadcast.broadcasts_weights and on_gpu and config.trainer.world_size == 1:
-        return by(WeightTransfer.IPC), "weights reach the server through memory of their GPU (ipc)"
+    on_all_ranks = config.trainer.world_size == 1 or not config.cotrains_draft
+    if broadcast.broadcasts_weights and on_gpu and on_all_ranks:
+        return by(WeightTransfer.IPC), "weights reach each server through memory of its GPU (ipc)"
     return by(WeightTransfer.SHARED), "weights reach the servers through memory that they share with workers"

@@ -145,7 +145,7 @@ def _acceptance(run: RunData, cause: Finding | None) -> str:
 PHASES = {
     "timing_s/wait_rollout": ("generation", "the trainer waits for rollouts"),
     "timing_s/update_actor": ("trainer", "the update of the policy"),
-    "timing_s/update_weights": ("weight_sync", "publishing weights"),
+    "timing_s/wait_weights": ("weight_sync", "copying weights, and waiting for engines to have them"),
     "timing_s/save_checkpoint": ("checkpoints", "saving checkpoints"),
 }
 PHASE_HINTS = {

@@ -2,7 +2,7 @@
 
     PromptStream -> admit_next -> [a worker generates it] -> finished -> GroupBuffer -> take_batch -> trained
                       ^ gate                                    |                          |
-                      +--------- a slot is free ----------------+-- dropped                +-> open_gate
+                      +--------- a slot is free ----------------+-- dropped      served: open_gate
 
 Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. It
 is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the finished groups
@@ -61,6 +61,7 @@ class Backlog:
         self._playing: dict[int, int] = {}  # index -> version when it was handed out
         self._taken: list[tuple[int, Group]] = []
         self._filtered = 0  # groups with equal rewards since the last step
+        self._version = version  # of the trainer, which engines may not serve yet
 
         # In-order training starts at the oldest prompt that has not ended.
         self._next = ledger.admitted_count()
@@ -137,8 +138,12 @@ class Backlog:
         self._taken = await self._buffer.take_finished_groups(self._settings.prompts_per_step)
         return [group for _, group in self._taken]
 
-    def trained(self, version: int) -> None:
-        """Record that the groups taken are part of the weights of `version`, or that they were dumped."""
+    async def trained(self, version: int) -> list[int]:
+        """Record that the groups taken are part of the weights of `version`, or that they were dumped.
+
+        Returns groups in flight that this version makes too stale.
+        """
+        self._version = version
         groups = [group for _, group in self._taken]
         if self._trains:
             self._ledger.trained(groups, version)
@@ -150,10 +155,6 @@ class Backlog:
             self._meter.trained(group)
 
         self._taken, self._filtered = [], 0
-
-    async def open_gate(self, version: int) -> list[int]:
-        """Admit prompts for `version`, now served by every engine; return groups in flight too stale."""
-        await self._gate.set_version(version)
         if self._settings.stale is not Stale.DROP:
             return []
 
@@ -166,10 +167,14 @@ class Backlog:
             await self._drop(index, STALE)
         return late
 
+    async def open_gate(self, version: int) -> None:
+        """Admit prompts for `version`, now served by every engine."""
+        await self._gate.set_version(version)
+
     def metrics(self) -> dict[str, Value]:
         """Return the metrics of selection and of the prompts in flight."""
         oldest = self._ledger.oldest_admission()
-        age = 0 if oldest is None else self._gate.version - oldest
+        age = 0 if oldest is None else self._version - oldest
         unfinished = len(self._playing) + len(self._buffer) + len(self._again)
         return self._meter.metrics(unfinished=unfinished, oldest=age)
 
@@ -198,7 +203,7 @@ class Backlog:
         return settings.filter_equal_rewards and room and group.has_equal_rewards()
 
     async def _drop_stale(self) -> None:
-        """Drop buffered groups and trajectories that are too stale at the current version."""
+        """Drop buffered groups and trajectories that are too stale at the trainer's version."""
         for index, group in self._buffer.items():
             kept = self._fresh(group)
             if kept is None:
@@ -211,7 +216,7 @@ class Backlog:
         if self._settings.stale is not Stale.DROP:
             return group
 
-        kept, stale = fresh_part(group, self._gate.version, self._settings.max_staleness)
+        kept, stale = fresh_part(group, self._version, self._settings.max_staleness)
         if stale:
             self._meter.lost(group, stale)
             self._ledger.trajectories_dropped(stale, STALE)

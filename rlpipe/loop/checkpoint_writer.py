@@ -145,11 +145,11 @@ class Saving:
             self.ledger.forget()
             self._saved = self.score = None
             if served:
-                await self.cluster.publish_weights(0)
+                await (await self.cluster.publish_weights(0))()
             return 0, None
 
         self._saved, self.score = step, state.get(SCORE)
-        await self.cluster.publish_weights(step)
+        await (await self.cluster.publish_weights(step))()
         self.event("resumed", step=step, path=path.name)
         return step, path / GROUPS
 

@@ -44,8 +44,12 @@ class Cluster(Protocol):
         """Stop training the draft together with the policy."""
         ...
 
-    async def publish_weights(self, version: int) -> dict[str, Value]:
-        """Send the trainer's weights, target and draft, to every engine; on return they serve `version`."""
+    async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        """Copy the trainer's weights, target and draft; return a function that sends them to every engine.
+
+        Training may continue meanwhile without changing the copy. All engines serve `version` when the
+        function is done, which returns metrics; only then may another version be published.
+        """
         ...
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:

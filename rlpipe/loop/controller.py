@@ -4,14 +4,19 @@ One task admits prompts and collects their groups; another trains on batches of 
 each new version. With max_staleness = 0 the same code is synchronous training.
 
     admit_next -> cluster.collect -> finished -> take_batch -> train_step -> publish_weights -> open_gate
-        ^        (_generate_groups)                       (_train)                                  |
+        ^        (_generate_groups)                       (_train)            (_bring_weights)      |
         +---------------------------- a new version opens the gate ---------------------------------+
+
+A version is copied before the next step begins, and travels while that step trains:
+
+    _train           train 1 | copy 1 | train 2           | copy 2 | train 3
+    _bring_weights           .        | travel 1, gate  |          | travel 2, gate  |
 
 | loop               | waits for                                | woken by                                  |
 |--------------------|------------------------------------------|-------------------------------------------|
 | `_generate_groups` | a slot for group n (staleness gate)      | `backlog.open_gate`, or a dropped group   |
 | `_train`           | the next `prompts_per_step` groups       | `backlog.finished` of a `_collect` task   |
-| `_train`           | weights to be served by all engines      | `cluster.publish_weights`                 |
+| `_train`           | the version before to be served          | `_bring_weights`                          |
 | a save             | the checkpoint that is still written     | its writer, which runs during the steps   |
 | the end of the run | the step in progress                     | `request_stop` (Ctrl-C), or the last step |
 
@@ -25,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,6 +85,7 @@ class Controller:
     _saves: Saving = field(init=False)
     _masked: MaskedAttempts = field(init=False)
     _lost: int = field(default=0, init=False)  # trainers
+    _traveling: asyncio.Task[dict[str, Value]] | None = field(default=None, init=False)
     _draft_frozen: bool = field(default=False, init=False)
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
     _lane: Lane = field(init=False)
@@ -133,7 +139,7 @@ class Controller:
     async def _run(self) -> None:
         """Run from the newest checkpoint to the last step or a stop."""
         self.version, finished = await self._saves.resume(served=bool(self._lost))
-        self._draft_frozen = False
+        self._draft_frozen, self._traveling = False, None
 
         # Remove records of steps after the checkpoint: they are run again.
         if odd := forget_steps(self.run_dir, self.version):
@@ -152,13 +158,15 @@ class Controller:
         )
         await self._backlog.start()
 
-        # Generation and the monitor run in the background; the end of training ends both.
+        # Generation and the monitor run in the background; the end of training ends both. Weights travel in
+        # the background too: a failure there ends the step in progress like one of its own.
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._generate_groups()),
                 tasks.create_task(self._monitor.watch()),
             ]
-            await self._train()
+            await self._train(tasks)
+            await self._wait_until_served()
             for task in background:
                 task.cancel()
 
@@ -222,8 +230,8 @@ class Controller:
 
         await self._backlog.finished(index, group)
 
-    async def _train(self) -> None:
-        """Train: take a batch, step, publish the weights, open the gate, validate, save."""
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        """Train: take a batch, step, publish the weights, validate, save. tasks: for weights on their way."""
         settings = self.config.run
         if self.version == 0:
             await self._validate()
@@ -255,16 +263,22 @@ class Controller:
                 metrics |= await self.cluster.train_step(groups)
             self.version += 1
 
-            self._backlog.trained(self.version)
+            # The new version makes some groups in flight too stale.
+            for index in await self._backlog.trained(self.version):
+                self._tasks.pop(index).cancel()
             # The validation score belonged to the version before.
             self._saves.score = None
 
+            # One version travels at a time, while the next step trains. Without staleness that step needs
+            # groups of this version, and a validation needs it served.
+            trained = time.monotonic()
             with self._lane.span("sync", version=self.version):
-                metrics |= await self.cluster.publish_weights(self.version)
-
-            # The new version makes some groups in flight too stale.
-            for index in await self._backlog.open_gate(self.version):
-                self._tasks.pop(index).cancel()
+                await self._wait_until_served()
+                send = await self.cluster.publish_weights(self.version)
+                self._traveling = tasks.create_task(self._bring_weights(self.version, send))
+                if not self.config.pipeline.max_staleness or self._due(self.config.val.every):
+                    await self._wait_until_served()
+            metrics["timing_s/wait_weights"] = Mean(time.monotonic() - trained, 1)
 
             metrics |= await self.cluster.rollout_metrics()
             seconds = time.monotonic() - started
@@ -290,6 +304,20 @@ class Controller:
             report_every = self.config.metrics.report_every
             if report_every and self.version % report_every == 0:
                 await asyncio.to_thread(write_report, [self.run_dir], self.run_dir / "report.html")
+
+    async def _bring_weights(
+        self, version: int, send: Callable[[], Awaitable[dict[str, Value]]]
+    ) -> dict[str, Value]:
+        """Send a version to all engines, then admit the groups that it allows; return the metrics."""
+        metrics = await send()
+        await self._backlog.open_gate(version)
+        return metrics
+
+    async def _wait_until_served(self) -> None:
+        """Wait until all engines serve the newest version; its metrics are for the record of this step."""
+        traveling, self._traveling = self._traveling, None
+        if traveling is not None:
+            self.bus.emit(self.version, await traveling)
 
     def _due(self, every: int) -> bool:
         """Return whether an action with this interval in steps is due; after the last step it always is."""

@@ -54,7 +54,7 @@ def _passes_weights(config: Config) -> bool:
     transfer = config.rollout.sglang.weight_transfer
     if config.rollout.engine is EngineKind.SGLANG and transfer is WeightTransfer.AUTO:
         # `run.with_weight_transfer` will choose `shared` here, whatever the machine.
-        return config.cluster.share_gpus and config.trainer.world_size > 1
+        return config.cluster.share_gpus and config.trainer.world_size > 1 and config.cotrains_draft
     return True
 
 
@@ -126,7 +126,11 @@ def _too_large_weights(config: Config, weights: int, room: int, where: str) -> s
     sent = replace(config, cluster=separate, rollout=replace(config.rollout, sglang=sglang))
     if not sent.broadcasts_weights:
         return f"{message}. Take a smaller model"
+
+    # On shared GPUs each trainer rank can send to its server, except a draft that only the first rank has.
+    by_ranks = config.cluster.share_gpus and not config.cotrains_draft
+    remedy = "rollout.sglang.weight_transfer=auto" if by_ranks else "cluster.share_gpus=false"
     return (
         f"{message}: with rollout.sglang.weight_transfer={config.rollout.sglang.weight_transfer} it passes "
-        "through the store. Set cluster.share_gpus=false, where the trainer sends it to the servers itself"
+        f"through the store. Set {remedy}, where the trainer sends it to the servers itself"
     )

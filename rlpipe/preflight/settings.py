@@ -57,17 +57,17 @@ def check_shared_gpus(config: Config) -> None:
             "of its memory, weights and KV, the server takes (e.g. memory_fraction=0.4)."
         )
 
-    # On a shared GPU one transfer does not work at all, and one only with a single trainer rank.
+    # On a shared GPU one transfer does not work at all, and one not with a draft that only a single rank has.
     if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
         raise ValueError(
             "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
-            "per GPU. Set weight_transfer=auto, shared or disk."
+            "per GPU. Set weight_transfer=auto, ipc, shared or disk."
         )
-    if rollout.sglang.weight_transfer is WeightTransfer.IPC and ranks > 1:
+    if rollout.sglang.weight_transfer is WeightTransfer.IPC and ranks > 1 and config.cotrains_draft:
         raise ValueError(
-            f"cluster.share_gpus=true with rollout.sglang.weight_transfer=ipc and {ranks} trainer ranks: the "
-            "weights are gathered on the first rank's GPU, which only one server shares. Set "
-            "weight_transfer=auto, shared or disk."
+            f"cluster.share_gpus=true with rollout.sglang.weight_transfer=ipc, {ranks} trainer ranks and "
+            f"draft.train=online: each rank sends what it has to the server of its GPU, and only the first "
+            f"has the draft of spec.drafter={config.spec.drafter}. Set weight_transfer=auto or shared."
         )
 
 

@@ -39,7 +39,7 @@ STEP_PHASES = (  # (metric, label, colour); they run one after another; the rema
     ("timing_s/wait_rollout", "wait for rollouts", 0),
     ("timing_s/adv", "advantages", 3),
     ("timing_s/update_actor", "update", 4),
-    ("timing_s/update_weights", "weight sync", 5),
+    ("timing_s/wait_weights", "weight sync", 5),
 )
 
 

@@ -25,7 +25,7 @@ from rlpipe.models import family_of, read_architecture
 from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Architecture, Layout, Part
 from rlpipe.models.latent import travels_with
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.stages import EMBEDDING_COPY, TIED_HEAD, hand_over, is_copy, tensors_of_stages
+from rlpipe.trainer.stages import EMBEDDING_COPY, TIED_HEAD, hand_over, is_copy, share, tensors_of_stages
 
 Tensors = list[torch.Tensor]
 Merge = Callable[[Tensors], torch.Tensor]
@@ -127,6 +127,7 @@ def weight_buckets(
     *,
     megabytes: int = BUCKET_MB,
     dtype: torch.dtype | None = None,
+    everywhere: bool = False,
 ) -> Iterator[Bucket]:
     """Gather full tensors over the ranks that share the model, and yield them under HF names by buckets.
 
@@ -134,33 +135,34 @@ def weight_buckets(
     bucket may be larger. dtype: type to gather in (None: as trained). A tied head is not listed separately.
     Tensors are on the model's device.
 
-    Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Rank 0 yields; it
-    holds about four buckets at a time (the one its caller still has, the shards of the next, and the tensors
-    made of them), the others their shards of one. Tensors may be the parameters themselves: copy those
-    that you retain. LoRA adapters are merged.
+    Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Rank 0 yields, or,
+    `everywhere`, every rank of every replica. One that yields holds about four buckets at a time (the one its
+    caller still has, the shards of the next, and the tensors made of them), the others their shards of one.
+    Tensors may be the parameters themselves: copy those that you retain. LoRA adapters are merged.
     """
     groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
         experts = parts[0].experts
 
         # All expert parallel ranks hold the same tensors outside of experts: the first one exports them.
-        if groups.ep.rank() and not experts:
+        if groups.ep.rank() and not experts and not everywhere:
             continue
 
-        # Gather on the first rank of the stage that holds the bucket.
+        # Gather on the first rank of the stage that holds the bucket, or on all of its ranks.
         full, stage = None, parts[0].stage
         if stage == groups.pp.rank():
             shards = [model.merged(part.parameter).to(part.dtype(dtype)) for part in parts]
             dims = [part.entry.shard_dim for part in parts]
             group = groups.tp_ep if experts else groups.tp
-            full = _gather(shards, dims, group=group, tp=groups.tp.size())
+            full = _gather(shards, dims, group=group, tp=groups.tp.size(), everywhere=everywhere)
             del shards
 
-        # That rank sends the bucket of a later stage to the first stage.
-        if stage and groups.tp_ep.rank() == 0:
+        # That rank sends the bucket of a later stage to the first stage, or each rank its own to all stages.
+        if (groups.pp.size() > 1 and everywhere) or (stage and groups.tp_ep.rank() == 0):
             blank = _blank(parts, groups.tp.size(), dtype)
             device = next(model.parameters()).device
-            full = hand_over(full, blank, stage=stage, stages=groups.pp, device=device)
+            transfer = share if everywhere else hand_over
+            full = transfer(full, blank, stage=stage, stages=groups.pp, device=device)
 
         if full is not None:
             yield _as_hf(full, _in_turn(parts), model.vocab_real)
@@ -419,9 +421,9 @@ def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
 
 
 def _gather(
-    shards: Tensors, dims: Sequence[int | None], *, group: dist.ProcessGroup, tp: int
+    shards: Tensors, dims: Sequence[int | None], *, group: dist.ProcessGroup, tp: int, everywhere: bool
 ) -> Tensors | None:
-    """Gather full tensors on the group's first rank by one collective; return None elsewhere.
+    """Gather full tensors on the group's first rank, or everywhere, by one collective; return None elsewhere.
 
     dims: the dimension along which `tp` consecutive ranks cut each tensor (None: not cut). In a larger group
         each following `tp` ranks hold other tensors, which are all cut: their results follow.
@@ -432,13 +434,16 @@ def _gather(
     # All shards of a rank travel as one flat tensor.
     if group.size() > 1 and cut:
         flat = torch.cat([shard.reshape(-1) for shard in cut])
-        first = group.rank() == 0
-        received = [torch.empty_like(flat) for _ in range(group.size())] if first else None
-        dist.gather(flat, received, group=group, group_dst=0)
+        receives = everywhere or group.rank() == 0
+        received = [torch.empty_like(flat) for _ in range(group.size())] if receives else None
+        if everywhere:
+            dist.all_gather(received, flat, group=group)
+        else:
+            dist.gather(flat, received, group=group, group_dst=0)
         lengths = [shard.numel() for shard in cut]
         parts = [part.split(lengths) for part in received or []]
 
-    if group.rank() != 0:
+    if group.rank() != 0 and not everywhere:
         return None
 
     # Join the shards of each run of `tp` ranks.

@@ -337,16 +337,20 @@ class MegatronTrainer:
                 totals[row] += values
         return [total.tolist() for total in totals]
 
-    def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
+    def weight_buckets(
+        self, megabytes: int, dtype: torch.dtype, *, everywhere: bool = False
+    ) -> Iterable[Bucket]:
         """Gather target and MTP weights under HF names, bucket by bucket; see `hf_bridge`.
 
-        Every rank must iterate to the end; only rank 0 gets the tensors.
+        Every rank must iterate to the end; only rank 0 gets the tensors, or, `everywhere`, every rank.
         """
         from rlpipe.trainer.hf_bridge import weight_buckets
 
-        if not self._exports:
+        if not (self._exports or everywhere):
             return ()
-        return weight_buckets(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
+        return weight_buckets(
+            self.model, self._hf_config, megabytes=megabytes, dtype=dtype, everywhere=everywhere
+        )
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
         """List the buckets of `weight_buckets`, as tensors on the meta device."""

@@ -88,6 +88,21 @@ def hand_over(
     return received
 
 
+def share(
+    full: list[torch.Tensor] | None,
+    blank: Sequence[torch.Tensor],
+    *,
+    stage: int,
+    stages: dist.ProcessGroup,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Send full tensors from one stage to all others; return them on each, for arguments of `hand_over`."""
+    tensors = full or [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in blank]
+    for tensor in tensors:
+        dist.broadcast(tensor.contiguous(), group=stages, group_src=stage)
+    return tensors
+
+
 def _whole(model: PolicyModel, number: int) -> str:
     """Return the prefix in the full model of this stage's layer `number`."""
     return f"decoder.layers.{model.decoder.layers[number].layer_number - 1}"

@@ -30,7 +30,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
-        self._pointer, self._generation = ctypes.c_uint64(0), ""
+        self._pointer, self._handle, self._generation = ctypes.c_uint64(0), Handle(), ""
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> None:
@@ -39,14 +39,13 @@ class DeviceMemory:
             # Memory that other processes map cannot grow, so it is left to them and replaced.
             self._generation = uuid.uuid4().hex
             self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
+            self._call("cuIpcGetMemHandle", ctypes.byref(self._handle), self._pointer)
             self.bytes = as_tensor(self._pointer.value, size, self._device)
 
     def location(self) -> dict[str, Any]:
-        """Wait for all writes, and return what `served/rlpipe_shared_weights.py` needs to map it."""
-        handle = Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+        """Return what `served/rlpipe_shared_weights.py` needs to map it; it waits for no write."""
         return {
-            "handle": bytes(handle.bytes).hex(),
+            "handle": bytes(self._handle.bytes).hex(),
             "generation": self._generation,
             "gpu": str(torch.cuda.get_device_properties(self._device).uuid),
             "size": len(self.bytes),

@@ -50,10 +50,14 @@ class BroadcastResult:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A server by its id (empty: none answers), and the name of the group it is in (empty: none)."""
+    """A server by its id (empty: none answers), and the name of the group it is in (empty: none).
+
+    worker: number of its rollout worker.
+    """
 
     server: str
     group: str
+    worker: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

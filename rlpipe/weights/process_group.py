@@ -32,6 +32,7 @@ from rlpipe.weights.offer import Rendezvous
 
 _POLL_SECONDS = 0.0005  # between two looks at a broadcast
 _ABORT_SECONDS = 10.0  # for leaving a group
+_HOST = torch.device("cpu")
 
 
 class GroupBroken(RuntimeError):
@@ -41,8 +42,11 @@ class GroupBroken(RuntimeError):
 class Group:
     """Rank 0's end of a torch process group that is not the default one. Its calls return at once."""
 
-    def __init__(self, host: str, *, ranks: int, timeout: float, backend: str) -> None:
-        self._timeout = timedelta(seconds=timeout)
+    def __init__(
+        self, host: str, *, ranks: int, timeout: float, backend: str, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Open the store. stream: on which an nccl group sends."""
+        self._timeout, self._stream = timedelta(seconds=timeout), stream
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: public, and documented
             host, 0, 1 + ranks, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
@@ -96,7 +100,8 @@ class Group:
             self._group = group
 
     def _broadcast(self, flat: torch.Tensor) -> None:
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        with on_stream(self._stream):
+            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
         assert work is not None  # None is for ranks outside the group
         while not (self._left or work.is_completed()):
             time.sleep(_POLL_SECONDS)
@@ -108,13 +113,16 @@ class Root:
     """Rank 0 of a group with `ranks` others, in the process that has the weights; its calls block.
 
     host: an address of this machine that the others reach. timeout: seconds for joining and sending, where
-    `send` has no deadline. gloo broadcasts from host memory; nccl from the GPU, where no two ranks may share
-    one.
+    `send` has no deadline. gloo broadcasts from host memory; nccl from `device`, a GPU, which no two ranks
+    may share, on a stream beside that of a training step.
     """
 
-    def __init__(self, host: str, *, ranks: int, timeout: float, backend: str = "gloo") -> None:
-        self._timeout = timeout
-        self._group = Group(host, ranks=ranks, timeout=timeout, backend=backend)
+    def __init__(
+        self, host: str, *, ranks: int, timeout: float, backend: str = "gloo", device: torch.device = _HOST
+    ) -> None:
+        self._timeout, self._device = timeout, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._group = Group(host, ranks=ranks, timeout=timeout, backend=backend, stream=self._stream)
         self.rendezvous = self._group.rendezvous
         self._joined = self._left = False
 
@@ -150,10 +158,9 @@ class Root:
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of a bucket, [n] uint8, where the backend sends from."""
-        flat = torch.cat(
-            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(bucket)]
-        )
-        return flat if self.rendezvous.backend == "nccl" else flat.cpu()
+        with on_stream(self._stream):
+            moved = [t.detach().to(self._device, non_blocking=True) for _, t in _aligned(bucket)]
+            return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in moved])
 
     def close(self) -> None:
         """Leave the group and abort what hangs in it; an abort that hangs itself is left behind."""
@@ -161,6 +168,11 @@ class Root:
             self._left = True
             with contextlib.suppress(Exception):
                 self._group.leave().result(_ABORT_SECONDS)
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Queue what follows on a stream of a GPU; without one, as always."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _end(group: dist.ProcessGroup | None) -> None:

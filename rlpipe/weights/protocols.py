@@ -45,8 +45,10 @@ class ExportsWeights(Protocol):
     hf_config: Mapping[str, Any]
     device: torch.device
 
-    def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
-        """Yield full tensors on rank 0; collective: every rank must iterate to the end."""
+    def weight_buckets(
+        self, megabytes: int, dtype: torch.dtype, *, everywhere: bool = False
+    ) -> Iterable[Bucket]:
+        """Yield full tensors on rank 0, or on every rank; collective: every rank must iterate to the end."""
         ...
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:

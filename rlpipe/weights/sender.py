@@ -1,11 +1,14 @@
-"""The trainer's side of a broadcast to all servers: buckets of full weights, sent as they are gathered.
+"""The trainer's side of a broadcast to servers: a version is copied, and sent while the next step trains.
 
-    trainer.weight_buckets, draft --> BroadcastRoot.send --> every rank of every server
-                          |--> checksums for the canary, computed on the bucket's device
-                          \\--> host memory: a copy for a server that was lost
+    copy:  trainer.weight_buckets, draft --> host memory (`HostCopy`)
+                                 \\--> checksums for the canary, computed on the bucket's device
+    send:  host memory --> BroadcastRoot.send --> every rank of every server
 
-Every trainer rank has a sender, because all of them gather; that of rank 0 owns the group and the copy of the
-newest version. Requests to the servers are the rollout workers' (`weights.sync`).
+Every trainer rank has a sender, because all of them gather. A root has the weights, and owns a group of
+servers: rank 0 that of all servers, or, where ranks and servers share GPUs, each rank that of its GPU's
+server. `send` is called on another thread than `copy`, and a version is sent before the next one is copied.
+A server that was lost gets the copy from `newest`. Requests to the servers are the rollout workers'
+(`weights.sync`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 
@@ -25,7 +28,7 @@ from rlpipe.weights.canary import is_served, rank_parts
 from rlpipe.weights.checksums import BucketChecksums
 from rlpipe.weights.fingerprint import Parts
 from rlpipe.weights.host_copy import HostCopy
-from rlpipe.weights.offer import BroadcastResult, Rendezvous
+from rlpipe.weights.offer import BroadcastResult, Checksums, Rendezvous
 from rlpipe.weights.payload import WeightPayload, pack_weights
 from rlpipe.weights.process_group import GroupBroken
 from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
@@ -34,10 +37,11 @@ from rlpipe.weights.transports.base import Audience, BroadcastRoot
 
 
 class WeightSender:
-    """Broadcasts the trainer's weights to all servers, in the dtype of the rollout side.
+    """Broadcasts the trainer's weights to servers, in the dtype of the rollout side.
 
     config: of the rollout side. trainer: this rank. on_gpu: whether the servers are on GPUs. drafter: what
     they draft with. draft: on rank 0, the trainer of a separate draft, whose weights are sent first.
+    root: whether this rank has servers. everywhere: whether every rank has.
     """
 
     def __init__(
@@ -48,56 +52,36 @@ class WeightSender:
         on_gpu: bool,
         drafter: Drafter = Drafter.MTP,
         draft: ExportsDraft | None = None,
+        root: bool = True,
+        everywhere: bool = False,
     ) -> None:
         self._config, self._trainer, self._draft = config, trainer, draft
         self._model = trainer.hf_config
         self._drafter = drafter if drafter is not Drafter.MTP or has_mtp(self._model) else None
         self._megabytes, self._dtype = config.sglang.bucket_mb, getattr(torch, config.dtype)
         self._on_gpu = on_gpu
+        self._is_root, self._everywhere = root, everywhere
         self._root: BroadcastRoot | None = None
         self._plan: Sequence[Bucket] = ()
-        self._copy: HostCopy | None = None
+        self._copy = HostCopy((), trainer.device)
+        self._checksums = Checksums(ranks=[])  # of the copy
         self._version: int | None = None  # of which the copy is complete
-        self._reading = threading.Lock()  # the copy is packed on another thread than versions are sent
+        self._reading = threading.Lock()  # the copy is packed on another thread than it is written
 
-    def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
-        """Open a new group with so many servers; returns it, and the buckets of each update (on meta).
+    def copy(self, version: int) -> None:
+        """Copy the trainer's weights; collective over its ranks, which may train on when it is done."""
+        plan = self._served(self._trainer.bucket_plan(self._megabytes, self._dtype))
+        draft = list(self._draft_buckets())
+        forms = ([(name, tensor.to("meta")) for name, tensor in bucket] for bucket in draft)
+        self._plan = [*forms, *plan] if self._is_root else []
 
-        host: how the servers reach this machine. All join at the first update.
-        """
-        self.close()
-        sglang, device = self._config.sglang, self._trainer.device
-        draft = [[(name, tensor.to("meta")) for name, tensor in bucket] for bucket in self._draft_buckets()]
-        plan = [
-            *draft,
-            *self._served(self._trainer.bucket_plan(megabytes=self._megabytes, dtype=self._dtype)),
-        ]
-
-        self._plan = plan
-
-        # Before the servers pause: new memory is slow to write to.
-        self._reserve_copy(plan)
-        audience = Audience(
-            host=host,
-            servers=servers,
-            ranks=sglang.tp,
-            on_gpu=self._on_gpu,
-            timeout=sglang.update_timeout,
-            device=device,
-            buckets=plan,
-        )
-        root = self._root = TRANSPORTS[sglang.weight_transfer].open_root(audience)
-        return root.rendezvous, plan
-
-    def send(self, version: int) -> BroadcastResult:
-        """Broadcast the trainer's weights; after a bucket that does not arrive the others are only copied.
-
-        Servers have `update_timeout` seconds for all buckets, so one that hangs delays the trainer no longer.
-        """
-        deadline = time.monotonic() + self._config.sglang.update_timeout
-        with self._reading:  # of the version before, which ends here
+        with self._reading:
             self._version = None
-            copy = self._copy = self._copy or HostCopy((), self._trainer.device)  # only rank 0 has buckets
+            if not self._copy.fits(self._plan):
+                self._copy.close()
+                self._copy = HostCopy(self._plan, self._trainer.device)
+
+        copy = self._copy
         checksums = BucketChecksums(
             self._plan,
             self._rank_parts,
@@ -105,24 +89,57 @@ class WeightSender:
             on_gpu=self._on_gpu,
             copied=copy.read,
         )
+        gathered = self._trainer.weight_buckets(self._megabytes, self._dtype, everywhere=self._everywhere)
+        for bucket in chain(draft, self._served(gathered)):
+            copy.write(bucket)
+            checksums.add(bucket)
+        copy.read()
+        self._checksums, self._version = checksums.result(), version
+
+    def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
+        """Open a new group with so many servers; returns it, and the buckets of the version copied (on meta).
+
+        host: how the servers reach this machine. All join when the first version is sent.
+        """
+        self.close()
+        sglang = self._config.sglang
+        audience = Audience(
+            host=host,
+            servers=servers,
+            ranks=sglang.tp,
+            on_gpu=self._on_gpu,
+            timeout=sglang.update_timeout,
+            device=self._trainer.device,
+            buckets=self._plan,
+        )
+        root = self._root = TRANSPORTS[sglang.weight_transfer].open_root(audience)
+        return root.rendezvous, list(self._plan)
+
+    def send(self, version: int) -> BroadcastResult:
+        """Broadcast the copy; the buckets after one that does not arrive stay here.
+
+        Servers have `update_timeout` seconds for all buckets, so one that hangs delays the others no longer.
+        """
+        assert self._version == version, f"version {self._version} was copied, and {version} is to be sent"
+        deadline = time.monotonic() + self._config.sglang.update_timeout
+        tensors = self._copy.tensors
+        sent = ([(name, tensors[name]) for name, _ in bucket] for bucket in self._plan)
         failure = ""
+        if self._root is None:
+            failure = "there is no group to send to"
+        else:
+            try:
+                self._root.send(sent, deadline)
+            except GroupBroken as error:
+                failure = str(error)
 
-        with ThreadPoolExecutor(1) as thread:
-            for bucket in self._buckets():
-                # while a bucket travels it is copied and hashed
-                sending = None if failure else thread.submit(self._send_bucket, bucket, deadline)
-                copy.write(bucket)
-                checksums.add(bucket)
-                failure = sending.result() if sending else failure
-
-        num_bytes = sum(tensor.nbytes for tensor in copy.read().values())
-        self._version = version
-        return BroadcastResult(checksums=checksums.result(), num_bytes=num_bytes, failure=failure)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return BroadcastResult(checksums=self._checksums, num_bytes=num_bytes, failure=failure)
 
     def newest(self, version: int) -> WeightPayload:
-        """Return the weights last sent. Raises RuntimeError when they are of another version."""
+        """Return the weights last copied. Raises RuntimeError when they are of another version."""
         with self._reading:
-            if self._copy is None or self._version != version:
+            if self._version != version:
                 held = "none" if self._version is None else self._version
                 raise RuntimeError(f"the trainer does not hold version {version} any more, but {held}.")
             return pack_weights(self._copy.tensors, version)
@@ -133,20 +150,8 @@ class WeightSender:
             self._root.close()
             self._root = None
 
-    def _reserve_copy(self, plan: Sequence[Bucket]) -> None:
-        """Make the memory of the copy, unless that of the last group is for the same weights."""
-        with self._reading:
-            if self._copy is None or not self._copy.fits(plan):
-                if self._copy is not None:
-                    self._copy.close()
-                self._copy, self._version = HostCopy(plan, self._trainer.device), None
-
     def _rank_parts(self, weights: Mapping[str, torch.Tensor]) -> list[dict[str, Parts]]:
         return rank_parts(weights, self._config, self._model, drafter=self._drafter)
-
-    def _buckets(self) -> Iterator[Bucket]:
-        yield from self._draft_buckets()
-        yield from self._served(self._trainer.weight_buckets(megabytes=self._megabytes, dtype=self._dtype))
 
     def _draft_buckets(self) -> Iterator[Bucket]:
         if self._draft is None:
@@ -166,13 +171,3 @@ class WeightSender:
                 bucket = [pair for pair in bucket if is_served(pair[0], self._drafter)]
             if bucket:
                 yield bucket
-
-    def _send_bucket(self, bucket: Bucket, deadline: float) -> str:
-        """Send a bucket to all servers; returns why that failed, or an empty text."""
-        if self._root is None:
-            return "there is no group to send to"
-        try:
-            self._root.send([bucket], deadline)
-        except GroupBroken as error:
-            return str(error)
-        return ""

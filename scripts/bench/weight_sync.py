@@ -93,11 +93,13 @@ def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: i
             opened = None
             if way == "trainer":
                 servers.config.sglang.weight_transfer = WeightTransfer.COLLECTIVE
+                sender.copy(version)
                 opened = sender.open("127.0.0.1", len(servers.engines))
             for _ in range(2):
                 version += 1
                 started = time.perf_counter()
                 if way == "trainer":
+                    sender.copy(version)
                     servers.together(sender, opened, version)
                 else:
                     servers.alone(way, weights, version)

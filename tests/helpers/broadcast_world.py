@@ -93,7 +93,9 @@ class SimGroup:
 
     ended = False  # by no trainer of this process
 
-    def __init__(self, world: World, host: str, *, ranks: int, timeout: float, backend: str) -> None:
+    def __init__(
+        self, world: World, host: str, *, ranks: int, timeout: float, backend: str, stream: Any
+    ) -> None:
         self.world, self.ranks = world, ranks
         world.groups += 1
         self.rendezvous = Rendezvous(
@@ -275,7 +277,8 @@ class Worker:
     async def membership(self) -> Any:
         return await self.updates.membership()
 
-    async def receive_weights(self, offer: Any) -> dict[str, Any]:
+    async def receive_weights(self, offers: Any) -> dict[str, Any]:
+        (offer,) = offers
         await self.updates.bring(DesiredWeights(weights=offer.weights, version=offer.version, offer=offer))
         return {}
 
@@ -298,7 +301,7 @@ class Trainer:
         self.device = torch.device("cpu")
         self.sender = sender.WeightSender(config.rollout, self, on_gpu=False)
 
-    def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Any:
+    def weight_buckets(self, megabytes: int, dtype: torch.dtype, *, everywhere: bool = False) -> Any:
         weights = list(weights_of(self.version).items())
         yield from (weights[:2], weights[2:])
 
@@ -308,8 +311,11 @@ class Trainer:
     async def open_group(self, host: str, servers: int) -> Any:
         return await self.world.loop.thread(self.sender.open, host, servers)
 
-    async def broadcast(self, version: int) -> Any:
+    async def copy_weights(self, version: int) -> None:
         self.version = version
+        await self.world.loop.thread(self.sender.copy, version)
+
+    async def broadcast(self, version: int) -> Any:
         return await self.world.loop.thread(self.sender.send, version)
 
     async def newest(self, version: int) -> Any:
@@ -388,7 +394,7 @@ class World:
             self.config.cluster, actors.__getitem__, count=len(actors), on_event=cluster._on_event
         )
         cluster._trainers = [Actor(Trainer(self, self.config), serial=True)]
-        cluster._group, cluster._members = None, []
+        cluster._groups = {}
         cluster._trainer_host = "here"
         self.told, self.kinds = [], []  # events, of refits before and of this one
         took = []
@@ -396,7 +402,7 @@ class World:
             await (self._disturb() if version <= refits else self._settle(version - refits - 1))
             began = self.loop.now
             async with asyncio.timeout(limit):
-                await cluster._broadcast(version)
+                await (await cluster._copy(version))()
             took.append(self.loop.now - began)
             if version > refits and "broadcast_failed" in self.kinds:
                 self.violations.append(f"version {version} was not broadcast to the servers that answer")

@@ -30,7 +30,9 @@ class Weights:
     weights: Mapping[str, torch.Tensor]
     device: torch.device = CPU
 
-    def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def weight_buckets(
+        self, megabytes: int, dtype: torch.dtype, *, everywhere: bool = False
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """As a trainer's: what one of its parameters makes stays together."""
         bucket: list[tuple[str, torch.Tensor]] = []
         held = 0
@@ -46,7 +48,7 @@ class Weights:
         yield bucket
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[list[tuple[str, torch.Tensor]]]:
-        found = self.weight_buckets(megabytes, dtype)
+        found = Weights.weight_buckets(self, megabytes, dtype)  # of all ranks
         return [[(name, tensor.to("meta")) for name, tensor in bucket] for bucket in found]
 
 
@@ -75,6 +77,7 @@ class Trainer:
     ) -> Offer:
         """Start to broadcast `weights`. again: to the group of the offer before."""
         self.sender._trainer.weights = weights
+        self.thread.submit(self.sender.copy, version).result()
         if not again:
             self.plan = self.sender.open("127.0.0.1", len(members))
         group, buckets = self.plan

@@ -34,6 +34,7 @@ def streamed(
         export = trainer.export_weights()
         buckets = _copied(trainer, megabytes, torch.float32)
         halves = _copied(trainer, megabytes, torch.bfloat16)
+        everywhere = _copied(trainer, megabytes, torch.float32, everywhere=True)
         told[name] = {
             "exports": export is not None,
             "different": {
@@ -41,6 +42,8 @@ def streamed(
                 "buckets": _different(_together(buckets), shipped),
                 "bfloat16": _different(_together(halves), narrow),
             },
+            "everywhere": _different(_together(everywhere), shipped),
+            "planned": [_form(bucket) for bucket in everywhere] == [_form(bucket) for bucket in plan],
             "plan": [_form(bucket) for bucket in plan],
             "buckets": [_form(bucket) for bucket in buckets],
             "bfloat16": [_form(bucket) for bucket in halves],
@@ -82,8 +85,10 @@ def id_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _copied(trainer: MegatronTrainer, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
-    buckets = trainer.weight_buckets(megabytes, dtype)
+def _copied(
+    trainer: MegatronTrainer, megabytes: int, dtype: torch.dtype, *, everywhere: bool = False
+) -> list[Bucket]:
+    buckets = trainer.weight_buckets(megabytes, dtype, everywhere=everywhere)
     return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in buckets]
 
 

@@ -128,9 +128,16 @@ class DyingCluster:
         self._may_be_lost()
         if version == self.die_at:
             die()
-        await asyncio.sleep(0)
-        self.served = (version, self.weight)
-        return {}
+        copied = version, self.weight
+
+        async def send():
+            for _ in range(self.luck.randrange(9)):
+                await asyncio.sleep(0)
+            self._may_be_lost()
+            self.served = copied
+            return {}
+
+        return send
 
     async def save(self, directory):
         state = {"weight": self.weight, "learnt": list(self.learnt), "version": self.trainer_version}

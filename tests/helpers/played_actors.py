@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import types
+from collections import defaultdict
 from typing import Any
 
 
@@ -20,16 +21,21 @@ class Ref:
 
 
 class Actor:
-    """Ray's handle of an object; serial: one call at a time, but for what has a thread of its own."""
+    """Ray's handle of an object; serial: one call at a time in each concurrency group."""
 
     def __init__(self, target: Any, serial: bool) -> None:
-        self.target, self.lock = target, asyncio.Lock() if serial else None
+        self.target, self.serial = target, serial
+        self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def __getattr__(self, name: str) -> Any:
+        return self._method(name, "main")
+
+    def _method(self, name: str, group: str) -> Any:
         async def call(*args: Any) -> Any:
-            async with self.lock if self.lock and name != "newest" else contextlib.nullcontext():
+            async with self.locks[group] if self.serial else contextlib.nullcontext():
                 return await getattr(self.target, name)(*args)
 
-        method = types.SimpleNamespace(remote=lambda *args: Ref(asyncio.ensure_future(call(*args))))
-        method.options = lambda **_: method
-        return method
+        return types.SimpleNamespace(
+            remote=lambda *args: Ref(asyncio.ensure_future(call(*args))),
+            options=lambda concurrency_group: self._method(name, concurrency_group),
+        )

@@ -65,15 +65,23 @@ def test_pipeline_stages_hand_bounded_buckets_over(told):
     assert held[1] <= LIMIT
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["tp", "dp", "pp", "experts_tp", "experts_ep"])
+def test_every_rank_can_have_all_weights_for_the_server_of_its_gpu(told, experts, name, rank):
+    """Without one rank that gathers for the others; its buckets are those of the plan."""
+    answer = told[name, rank] if (name, rank) in told else experts[rank][name.removeprefix("experts_")]
+    assert answer["everywhere"] == [] and answer["planned"]
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """What rank 0 streams of a mixture of experts, by config."""
+    """What each rank streams of a mixture of experts, by config."""
     folder = tmp_path_factory.mktemp("experts")
     path = write_random_checkpoint(
         folder / "model", "qwen3_moe", hidden=512, layers=3, expert_intermediate=48
     )
     split = {"tp": TrainerConfig(tp=2), "ep": TrainerConfig(dp=2, ep=2)}
-    return run_ranks(streamed, 2, folder, path, split, MEGABYTES)[0]
+    return run_ranks(streamed, 2, folder, path, split, MEGABYTES)
 
 
 @pytest.mark.parametrize(("name", "count"), [("tp", 3), ("ep", 4)])
@@ -82,7 +90,7 @@ def test_experts_come_in_buckets_of_their_layer_no_larger_than_others(experts, n
 
     A server keeps all of a layer in one tensor, of 22 GB in DeepSeek-V3.
     """
-    answer = experts[name]
+    answer = experts[0][name]
     assert answer["different"] == {"export": [], "buckets": [], "bfloat16": []}
     assert answer["plan"] == answer["buckets"]
     found = [{name.split(".experts.")[0] for name, *_ in b if ".experts." in name} for b in answer["buckets"]]

@@ -107,9 +107,9 @@ class Loop:
                 ]
                 self.ages += [self.version - t.oldest_version for t in complete]
                 self.version += 1
-                backlog.trained(self.version)
-                for index in await backlog.open_gate(self.version):
+                for index in await backlog.trained(self.version):
                     playing.pop(index).cancel()
+                await backlog.open_gate(self.version)
                 backlog.metrics()
                 assert self.ledger.violations() == []
                 if self.luck.random() < 0.5:

@@ -205,8 +205,11 @@ class FakeCluster:
         return []
 
     async def publish_weights(self, version):
-        self.engine.version = version
-        return {}
+        async def send():
+            self.engine.version = version
+            return {}
+
+        return send
 
     async def save(self, directory):
         async def write():

@@ -8,6 +8,7 @@ and while weights are on their way. Of a worker that drains the others play turn
 import asyncio
 import random
 import types
+from functools import partial
 
 import pytest
 from ray.exceptions import RayActorError
@@ -195,6 +196,9 @@ class World:
         return {}
 
     async def publish_weights(self, version):
+        return partial(self._send, version)
+
+    async def _send(self, version):
         async with self.pool.updating:
             self.pool.newest = load = lambda worker: worker.update_weights.remote(version)
             await self.pool.call_all(load, serving=True)

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 from typing import Any
 
+import torch
+
 from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.offer import Rendezvous
 from rlpipe.weights.process_group import GroupBroken, Root, describe_bucket, describe_join
@@ -29,8 +31,10 @@ class BroadcastTransport(GroupTransport):
     def open_root(cls, audience: Audience) -> BroadcastRoot:
         """Open the group: nccl where weights and servers are on GPUs, else gloo."""
         backend = "nccl" if audience.on_gpu and audience.device.type == "cuda" else "gloo"
-        ranks = audience.servers * audience.ranks
-        return Root(audience.host, ranks=ranks, timeout=audience.timeout, backend=backend)
+        ranks, device = audience.servers * audience.ranks, audience.device
+        if backend == "gloo":
+            device = torch.device("cpu")
+        return Root(audience.host, ranks=ranks, timeout=audience.timeout, backend=backend, device=device)
 
     async def send(self, client: Server, update: WeightUpdate) -> None:
         """Broadcast target and draft as rank 0 of a group with this server only. Raises ServerError."""

@@ -1,10 +1,10 @@
-"""`weight_transfer=ipc`: through the trainer's memory, mapped by servers of its GPU (CUDA IPC) or host.
+"""`weight_transfer=ipc`: through a trainer rank's memory, mapped by servers of its GPU (CUDA IPC) or host.
 
     trainer:            write bucket n, publish its location  ...  every server has it: write bucket n + 1
     a server's worker:  wait for the location  -->  have the server load it  -->  acknowledge
 
-No byte passes through a worker, nor, on a GPU, through the host. Locations and acknowledgements are exchanged
-by a store that the trainer opens.
+No byte passes through a worker. Where ranks and servers share GPUs (`cluster.share_gpus`) each rank does this
+with the server of its own GPU. Locations and acknowledgements are exchanged by a store that the rank opens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, and documented
 
 from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.device_memory import DeviceMemory, memory_of
 from rlpipe.weights.offer import Rendezvous
-from rlpipe.weights.process_group import GroupBroken
+from rlpipe.weights.process_group import GroupBroken, on_stream
 from rlpipe.weights.protocols import Server, ServerError
 from rlpipe.weights.session import WeightSession
 from rlpipe.weights.shared_memory import HostMemory, encode_layout, layout_of, write_bucket
@@ -93,6 +94,8 @@ class IpcRoot:
         )
 
         on_gpu = audience.device.type == "cuda"
+        # Beside the stream on which a training step is queued.
+        self._stream = torch.cuda.Stream(audience.device) if on_gpu else None
         self._memory: DeviceMemory | HostMemory = memory_of(audience.device) if on_gpu else HostMemory()
         self._memory.reserve(max(layout_of(bucket)["bytes"] for bucket in audience.buckets))
         self._number = 0  # of the bucket that was written last
@@ -108,7 +111,10 @@ class IpcRoot:
             for bucket in buckets:
                 # All servers read the same memory, so the next bucket waits for the slowest of them.
                 self._number += 1
-                write_bucket(self._memory.bytes, bucket, layout_of(bucket))
+                with on_stream(self._stream):
+                    write_bucket(self._memory.bytes, bucket, layout_of(bucket))
+                if self._stream is not None:
+                    self._stream.synchronize()
                 self._store.set(str(self._number), json.dumps(self._memory.location()))
                 self._wait_for_all(until)
         except (RuntimeError, dist.DistError) as error:

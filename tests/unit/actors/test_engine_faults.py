@@ -45,7 +45,11 @@ def test_events_of_an_engine_are_passed_on_whether_its_update_succeeds_or_not(mo
     monkeypatch.setattr(inline_cluster, "RolloutWorker", Worker)
     told = []
     cluster = InlineCluster(Config(), lambda kind, **fields: told.append((kind, fields["version"])))
-    assert "timing_s/update_weights" in asyncio.run(cluster.publish_weights(1))
+
+    async def publish(version):
+        return await (await cluster.publish_weights(version))()
+
+    assert "timing_s/update_weights" in asyncio.run(publish(1))
     with pytest.raises(RuntimeError, match="version 2"):
-        asyncio.run(cluster.publish_weights(2))
+        asyncio.run(publish(2))
     assert told == [("canary_failed", 1), ("canary_failed", 2)]

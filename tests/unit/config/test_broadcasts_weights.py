@@ -3,6 +3,7 @@
 import pytest
 
 from rlpipe.config.run import Config, with_weight_transfer
+from rlpipe.config.spec import SpecConfig
 
 pytestmark = pytest.mark.unit
 
@@ -39,6 +40,13 @@ def test_the_trainer_broadcasts_unless_a_worker_has_to_hold_weights(other, value
     assert not config.broadcasts_weights
 
 
+DRAFT_OF_RANK_0 = {
+    "cluster.share_gpus": True,
+    "spec": SpecConfig(mode="rejection", drafter="eagle3", draft_path="draft"),
+    "draft.train": "online",
+}
+
+
 @pytest.mark.parametrize(
     ("hosts", "gpus", "settings", "transfer"),
     [
@@ -48,7 +56,10 @@ def test_the_trainer_broadcasts_unless_a_worker_has_to_hold_weights(other, value
         (1, True, {"rollout.device": "cpu"}, "shared"),
         (1, False, {"rollout.device": "cuda:1"}, "collective"),
         (1, True, {"cluster.share_gpus": True}, "ipc"),
-        (1, True, {"cluster.share_gpus": True, "trainer.dp": 2}, "shared"),  # all is gathered on one GPU
+        (1, True, {"cluster.share_gpus": True, "trainer.dp": 2}, "ipc"),  # each rank for its GPU
+        (2, True, {"cluster.share_gpus": True, "trainer.tp": 2}, "ipc"),  # NCCL allows one rank per GPU
+        (1, True, DRAFT_OF_RANK_0 | {"trainer.dp": 2}, "shared"),
+        (1, True, DRAFT_OF_RANK_0, "ipc"),
         (1, True, {"cluster.share_gpus": True, "injection.stale_steps": 2}, "shared"),  # from its worker
         (1, False, {"rollout.sglang.weight_transfer": "ipc"}, "ipc"),
         (2, True, {"decoupled.path": "shipped:models/tiny"}, "shared"),  # from its worker

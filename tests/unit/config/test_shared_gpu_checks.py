@@ -2,10 +2,13 @@
 
 import pytest
 
+from rlpipe.config.draft import DraftTrain
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings
 from rlpipe.config.run_mode import RunMode
 from rlpipe.config.sglang import SglangConfig, WeightTransfer
+from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.preflight.settings import check_shared_gpus
 
@@ -42,11 +45,19 @@ def test_the_embedded_engine_needs_no_share_of_memory():
         ({"half": RunMode.TRAIN}, "run.half=train"),
         ({"tp": 2}, "tp=2"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.4"),
-        ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=auto, shared or disk"),
-        ({"weight_transfer": WeightTransfer.IPC}, "ipc and 4 trainer ranks"),
+        ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=auto, ipc, shared or disk"),
     ],
 )
 def test_what_cannot_share_is_refused(options, words):
     with pytest.raises(ValueError, match=r"cluster\.share_gpus=true") as caught:
         check_shared_gpus(config(**options))
     assert words in str(caught.value)
+
+
+def test_every_rank_may_send_what_it_has_but_not_a_draft_that_only_the_first_one_trains():
+    several = config(weight_transfer=WeightTransfer.IPC)
+    check_shared_gpus(several)
+    several.spec = SpecConfig(mode=SpecMode.REJECTION, drafter=Drafter.EAGLE3, draft_path="draft")
+    several.draft.train = DraftTrain.ONLINE
+    with pytest.raises(ValueError, match=r"ipc, 4 trainer ranks .* only the first has the draft .*eagle3"):
+        check_shared_gpus(several)

@@ -20,7 +20,7 @@ from rlpipe.metrics.jsonl import MetricsFile
 from rlpipe.metrics.prometheus import PrometheusSink
 from rlpipe.metrics.runs import load_run
 from rlpipe.metrics.tensorboard import TensorBoardSink
-from rlpipe.metrics.values import Mean, Ratio
+from rlpipe.metrics.values import Last, Mean, Ratio
 from rlpipe.types import Group, Trajectory
 from tests.helpers.recorded_runs import distributions, tables_of
 from tests.helpers.tensorboard_file import read_events
@@ -76,15 +76,18 @@ class ScriptedCluster:
     first = 0
 
     async def publish_weights(self, version):
-        self.served = version
-        self.published.append(version)
-        return {}
+        async def send():
+            self.served = version
+            self.published.append(version)
+            return {}
+
+        return send
 
     async def save(self, directory):
-        served = str(self.served)
+        trained = str(self.first + len(self.batches))
 
         async def write():
-            (directory / "weights").write_text(served)
+            (directory / "weights").write_text(trained)
 
         return write
 
@@ -132,6 +135,93 @@ def test_every_group_is_trained_once_in_order_and_never_staler_than_allowed(tmp_
     assert cluster.published == list(range(1, 7))
     assert run.ledger.counts() == {"trained": 18}
     assert run.checkpoints.steps() == [6]
+
+
+class SlowTransport(ScriptedCluster):
+    """Weights are copied at once, and arrive when `arrives` of their version says so; notes the order.
+
+    `weights` is what the trainer changes in place in each step.
+    """
+
+    def __init__(self, arrives):
+        super().__init__()
+        self.arrives, self.order, self.weights, self.received = arrives, [], [0], {}
+
+    async def train_step(self, groups):
+        self.weights[0] += 1
+        self.order.append(f"train {self.weights[0]}")
+        return await super().train_step(groups)
+
+    async def publish_weights(self, version):
+        send, copied = await super().publish_weights(version), list(self.weights)
+        self.order.append(f"copy {version}")
+
+        async def slowly():
+            await self.arrives(self, version)
+            self.received[version] = copied
+            self.order.append(f"arrive {version}")
+            return await send() | {"weights/bytes": Last(version)}
+
+        return slowly
+
+
+async def after_the_next_step(cluster, version):
+    async with asyncio.timeout(10):
+        while len(cluster.batches) + cluster.first < min(version + 1, 6):
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop"])
+def test_a_step_trains_while_the_weights_of_the_step_before_travel(tmp_path, stale):
+    """Each version arrives only when the next step has trained, and is what the step before had left."""
+    cluster = SlowTransport(after_the_next_step)
+    run = controller(tmp_path, cluster, max_staleness=2, stale=stale)
+    records, commit = [], run.bus.commit
+    run.bus.commit = lambda step: records.append(commit(step)) or records[-1]
+    asyncio.run(run.run())
+    versions = range(1, 7)
+    expected = ["train 1", *(e for n in versions for e in (f"copy {n}", f"train {n + 1}", f"arrive {n}"))]
+    expected.remove("train 7")
+    assert cluster.order == expected
+    assert cluster.received == {n: [n] for n in versions}, "a version was changed by the step after it"
+    assert max(cluster.staleness) <= 2 and cluster.published == list(versions)
+
+    # A version is reported in the step in which it arrives, the last two in the last one.
+    assert all("timing_s/wait_weights" in record for record in records[1:])
+    assert [record.get("weights/bytes") for record in records[1:]] == [None, 1, 2, 3, 4, 6]
+
+
+def test_without_staleness_a_step_waits_for_the_weights_it_generates_with(tmp_path):
+    async def later(cluster, version):
+        await asyncio.sleep(0.001)
+
+    cluster = SlowTransport(later)
+    asyncio.run(controller(tmp_path, cluster, max_staleness=0).run())
+    assert cluster.order == [f"{what} {n}" for n in range(1, 7) for what in ("train", "copy", "arrive")]
+    assert set(cluster.staleness) == {0}
+
+
+def test_weights_that_do_not_arrive_end_the_run_before_the_next_ones_leave_and_lose_nothing(tmp_path):
+    async def breaks_at_3(cluster, version):
+        await after_the_next_step(cluster, version)
+        if version == 3:
+            raise RuntimeError("the network is gone")
+
+    first = SlowTransport(breaks_at_3)
+    broken = controller(tmp_path, first, save_every=1)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(broken.run())
+    assert caught.group_contains(RuntimeError, match="the network is gone")
+    assert first.published == [1, 2] and "copy 4" not in first.order
+    broken.ledger.close()
+
+    second = ScriptedCluster()
+    resumed = controller(tmp_path, second, save_every=1)
+    asyncio.run(resumed.run())
+    saved = second.first
+    trained = [name for batch in first.batches[:saved] + second.batches for name in batch]
+    assert saved >= 2 and trained == [f"g{n:06d}" for n in range(18)]
+    assert resumed.ledger.counts() == {"trained": 18}
 
 
 def test_a_stop_request_finishes_the_step_and_leaves_a_checkpoint_that_resumes(tmp_path):

@@ -319,16 +319,16 @@ def test_a_ray_of_the_runs_own_is_looked_at_before_it_starts(models, monkeypatch
 
 
 def test_the_object_store_must_hold_weights_that_pass_through_it(models):
-    """Several trainer ranks on the servers' GPUs; 15.2 GB are what `--shm-size=16g` leaves a container."""
-    shared = preset(models, "7.8B", "one_node_shared")
+    """By `shared` on the servers' GPUs; 15.2 GB are what `--shm-size=16g` leaves a container."""
+    shared = preset(models, "7.8B", "one_node_shared", "rollout.sglang.weight_transfer=shared")
     parts = store_memory(shared).parts
     assert parts == {"weights": 2 * sum(parameters(read_architecture(read_config(models / "7.8B"))))}
     with pytest.raises(ValueError, match=r"one version of the weights takes 14\.6 GiB .* which has 14\.2"):
         check_store(shared, int(15.2e9))
     check_store(shared, 20 * GIB, 20 * GIB)
-    with pytest.raises(ValueError, match=r"on a node, which has 10\.0: .* Set cluster\.share_gpus=false"):
+    with pytest.raises(ValueError, match=r"on a node, which has 10\.0: .* Set rollout.*weight_transfer=auto"):
         check_store(shared, 20 * GIB, 10 * GIB)
-    for sent in ("one_node", "one_gpu", "many_nodes"):
+    for sent in ("one_node", "one_gpu", "one_node_shared", "many_nodes"):
         assert store_memory(preset(models, "7.8B", sent)) is None
 
 

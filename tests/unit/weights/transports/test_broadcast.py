@@ -117,13 +117,12 @@ def addresses(sender):
     return {name: tensor.data_ptr() for name, tensor in sender._copy.tensors.items()}
 
 
-def test_every_version_is_copied_into_memory_made_before_the_first_one(config, trainer, weights, tmp_path):
-    """Servers are paused while it is copied, and new memory is several times as slow to write to."""
+def test_every_version_is_copied_into_the_memory_of_the_one_before(config, trainer, weights, tmp_path):
+    """New memory is several times as slow to write to."""
     parties = list(zip(syncs(config, tmp_path, 1), [Receiver()], strict=True))
-    trainer.sender._trainer.weights = weights
-    trainer.plan = trainer.sender.open("127.0.0.1", 1)
+    receive(trainer.offer(weights, 1, ["0"]), parties)
     made = addresses(trainer.sender)
-    for version in (1, 2):
+    for version in (2, 3):
         sent = {name: tensor + version for name, tensor in weights.items()}
         offer = trainer.offer(sent, version, ["0"], again=True)
         receive(offer, parties)
@@ -150,19 +149,37 @@ def test_a_version_that_is_being_read_is_not_written_over(config, trainer, weigh
         packed = threads.submit(trainer.sender.newest, 1)
         reading.wait(10)
         trainer.sender._trainer.weights = changed
-        sent = threads.submit(trainer.sender.send, 2)
+        copied = threads.submit(trainer.sender.copy, 2)
         may_read.set()
         given = unpack_weights(packed.result())
-        sent.result()
+        copied.result()
     assert all(torch.equal(given[name], weights[name]) for name in weights)
+
+
+def test_a_training_step_does_not_change_the_version_on_its_way(config, trainer, weights, tmp_path):
+    """The optimizer writes over each weight in place as soon as the version is copied."""
+    trained = {name: tensor.clone() for name, tensor in weights.items()}
+    receiver = Receiver()
+    offer = trainer.offer(trained, 1, ["0"])
+    for tensor in trained.values():
+        tensor.add_(1)
+    (sent,) = receive(offer, list(zip(syncs(config, tmp_path, 1), [receiver], strict=True)))
+    assert_holds(receiver, weights)
+    parts = server_parts(
+        weights,
+        Shard(kv_heads=read_config(TINY)["num_key_value_heads"]),
+        read_config(TINY),
+        dtype=torch.float32,
+        drafter=Drafter.MTP,
+    )
+    assert sent.checksums.ranks == [fingerprints(parts, on_gpu=False)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, weights, ranks):
     config.sglang.tp = ranks
     trainer.sender._trainer.weights = weights
-    trainer.sender.open("127.0.0.1", 1)
-    trainer.sender.close()
+    trainer.sender.copy(1)
     sent = trainer.sender.send(1)
     assert "no group" in sent.failure and len(sent.checksums.ranks) == ranks
     for rank in range(ranks):
