@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from rlpipe.config.choice import Choice
@@ -298,9 +298,14 @@ class AgentConfig:
     """Settings of the environment `agent`."""
 
     run: str = ""
-    """The agent: a function of (base_url, api_key, task), as file.py:NAME or module:NAME, plain or async; or
-    a command line, which gets OPENAI_BASE_URL, OPENAI_API_KEY and RLPIPE_TASK (a JSON file). The answer is
-    what the function returns or the command prints; without any, the model's last turn."""
+    """The agent: a command line, which runs in the sandbox and gets OPENAI_BASE_URL, OPENAI_API_KEY and
+    RLPIPE_TASK (a JSON file); or, for code that you trust, a function of (base_url, api_key, task), as
+    file.py:NAME or module:NAME, plain or async. The answer is what the command prints or the function
+    returns; without any, the model's last turn."""
+
+    files: list[str] = field(default_factory=list)
+    """Files and folders that a command needs besides those that its command line names; it finds all of them
+    in /agent."""
 
     host: str = "127.0.0.1"
     """Address at which the endpoint listens. Agents in containers or on other machines need another one than
@@ -309,6 +314,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         if self.is_function:
             self.run = absolute(self.run)
+        self.files = [str(Path(name).expanduser().resolve()) for name in self.files]
 
     @property
     def is_function(self) -> bool:
@@ -329,11 +335,15 @@ class EnvConfig:
     """The environment; see `EnvName`."""
 
     train_file: str = "shipped:data/swe/train.jsonl"
-    """JSONL of SWE instances to train on."""
+    """SWE instances to train on: JSONL, or parquet as SWE-bench and SWE-Gym are published."""
 
     held_out_files: list[str] = field(default_factory=_shipped_held_out)
-    """JSONL files of held-out SWE instances. A set is named by its file (without .jsonl); the first is the
+    """Files of held-out SWE instances. A set is named by its file (without its ending); the first is the
     primary one."""
+
+    repos: str = ""
+    """Folder with a git mirror of each repository, as OWNER/NAME.git: instances without files are checked out
+    of it into the sandbox, where there are no containers (`env.sandbox.backend=bubblewrap`)."""
 
     action_mode: ActionMode = ActionMode.PLAIN
     """See `ActionMode`."""
@@ -456,6 +466,11 @@ class EnvConfig:
                 f"env.test_command={self.test_command!r} must contain {{runner}}, where the grader's "
                 "program goes, e.g. '. /opt/miniconda3/bin/activate testbed && python {runner}'."
             )
+
+    @property
+    def instance_files(self) -> list[str]:
+        """Files of SWE instances on this machine, with their right answers."""
+        return [f for f in (self.train_file, *self.held_out_files) if not f.startswith("shipped:")]
 
     @property
     def held_out_names(self) -> list[str]:

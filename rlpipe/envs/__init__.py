@@ -29,10 +29,13 @@ class Environment:
     make: Callable[[EnvConfig, int], Suite]
 
 
-def _check_sandbox(config: EnvConfig) -> None:
+def _check_swe(config: EnvConfig) -> None:
     from rlpipe.envs.sandbox import check_sandbox
+    from rlpipe.envs.swe.agent import agent_of
 
     check_sandbox(config.sandbox)
+    if agent := agent_of(config):
+        agent.check()
 
 
 def _make_swe(config: EnvConfig, seed: int) -> Suite:
@@ -124,9 +127,11 @@ def _make_function(config: EnvConfig, seed: int) -> Suite:
 
 
 def _check_agent(config: EnvConfig) -> None:
+    from rlpipe.envs.agent.command import SandboxedCommand
     from rlpipe.envs.agent.program import load_agent
 
-    load_agent(config.agent)
+    if isinstance(agent := load_agent(config), SandboxedCommand):
+        agent.check()
 
 
 def _make_agent(config: EnvConfig, seed: int) -> Suite:
@@ -174,7 +179,7 @@ def _of_member(name: str) -> Iterator[None]:
 
 # Sandboxes and data sets are imported on first use: most runs need one environment only.
 ENVIRONMENTS: dict[EnvName, Environment] = {
-    EnvName.SWE: Environment(check=_check_sandbox, make=_make_swe),
+    EnvName.SWE: Environment(check=_check_swe, make=_make_swe),
     EnvName.REASONING: Environment(check=_check_reasoning, make=_make_reasoning),
     EnvName.TOOLS: Environment(check=_check_tools, make=_make_tools),
     EnvName.GYMNASIUM: Environment(check=_check_gymnasium, make=_make_gymnasium),

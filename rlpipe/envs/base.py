@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from socket import socket
 from typing import Any, Protocol, runtime_checkable
 
 TRAIN = "train"  # the split that runs train on
@@ -99,11 +100,14 @@ class Game(Protocol):
 class AgentAddress:
     """Where an agent reaches the model for one attempt.
 
-    root_url: of the endpoint, such as http://127.0.0.1:40123. api_key: of this attempt only.
+    root_url: of the endpoint, such as http://127.0.0.1:40123. api_key: of this attempt only. answer_at: has
+    the endpoint also answer at a listening socket, such as one in the network of a sandbox, until the attempt
+    ends; from any event loop.
     """
 
     root_url: str
     api_key: str
+    answer_at: Callable[[socket], Awaitable[None]]
 
 
 @runtime_checkable

@@ -98,10 +98,16 @@ def _check_function(config: Config) -> None:
             f"{' and '.join(unused)} belong to the environments function and agent, and env.name="
             f"{config.env.name} does not use them: add env=function, or leave them out."
         )
-    if config.env.name is EnvName.AGENT and config.rollout.replay_routes:
+    run, name = config.env.agent.run, config.env.name
+    if run and name not in (EnvName.AGENT, EnvName.SWE):
         raise ValueError(
-            "rollout.replay_routes=true with env.name=agent: experts are recorded of one conversation, and "
-            "an agent may open several in an attempt. Set it to false."
+            f"env.agent.run={run!r} belongs to the environments agent and swe, and env.name={name} does not "
+            "use it: add env=agent, or leave it out."
+        )
+    if run and config.rollout.replay_routes:
+        raise ValueError(
+            f"rollout.replay_routes=true with env.agent.run={run!r}: experts are recorded of one "
+            "conversation, and an agent may open several in an attempt. Set it to false."
         )
 
 

@@ -16,6 +16,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from socket import socket
 from types import ModuleType
 from typing import Any
 
@@ -54,11 +55,28 @@ class AgentServer:
             if self._runner is None:
                 await self._start()
         key = secrets.token_urlsafe(24)
-        address = AgentAddress(root_url=self._root_url, api_key=key)
-        self._sessions[key] = session = Session(
-            attempt, self._parser, address, on_close=lambda: self._sessions.pop(key, None)
-        )
+        listeners: list[asyncio.Server] = []
+        loop = asyncio.get_running_loop()
+
+        async def answer_at(listener: socket) -> None:
+            # The agent runs in another loop than this server.
+            answering = asyncio.run_coroutine_threadsafe(self._answer_at(listener, listeners), loop)
+            await asyncio.wrap_future(answering)
+
+        def on_close() -> None:
+            del self._sessions[key]
+            for listener in listeners:
+                listener.close()
+
+        address = AgentAddress(root_url=self._root_url, api_key=key, answer_at=answer_at)
+        self._sessions[key] = session = Session(attempt, self._parser, address, on_close=on_close)
         return session
+
+    async def _answer_at(self, listener: socket, listeners: list[asyncio.Server]) -> None:
+        """Answer connections at a listening socket; its server joins `listeners`."""
+        assert self._runner is not None and self._runner.server is not None, "an attempt is served"
+        loop = asyncio.get_running_loop()
+        listeners.append(await loop.create_server(self._runner.server, sock=listener))
 
     async def close(self) -> None:
         """Stop serving; requests that run end."""

@@ -122,7 +122,7 @@ def open_session(chat: ChatFormat, generate, *, parser=ToolParser.HERMES, **limi
         end_session=lambda name: None,
         **settings,
     )
-    return Session(attempt, parser, AgentAddress(root_url="", api_key=""))
+    return Session(attempt, parser, AgentAddress(root_url="", api_key="", answer_at=None))
 
 
 def assert_recorded(trajectory: Trajectory, sampled) -> None:

@@ -9,8 +9,10 @@ prompt and the columns of the row except those that the reward reads: it is not 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any
 
+from rlpipe.config.data import weighted_rewards
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.agent.program import Program, load_agent
 from rlpipe.envs.base import AgentAddress
@@ -19,6 +21,14 @@ from rlpipe.envs.function.rewards import Reward
 from rlpipe.envs.function.suite import FunctionEpisode, FunctionSuite
 
 _GRADING = ("reward_model", "extra_info")  # columns of verl's layout that hold the right answer
+
+
+def grading_files(config: EnvConfig) -> list[Path]:
+    """Return the files of this machine that grade an agent: its rows, and where its reward functions are."""
+    data, reward = config.function.data, config.function.reward
+    names = [data.train, data.held_out_name]
+    names += [one.name.rpartition(":")[0] for one in weighted_rewards(reward)] if reward else []
+    return [path for name in names if name and (path := Path(name).expanduser().resolve()).exists()]
 
 
 class AgentEpisode(FunctionEpisode):
@@ -50,7 +60,12 @@ class AgentSuite(FunctionSuite):
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)
         self.max_turns = config.max_turns
-        self._program = load_agent(config.agent)
+        self._program = load_agent(config, grading_files(config))
+        if config.agent.is_function:
+            self.notes.append(
+                f"env.agent.run={config.agent.run} is a function: it runs with your rights, and could read "
+                "what grades it. A command runs in the sandbox."
+            )
         self._hidden = {name for reward in self.rewards for name in reward.signature.names} | {*_GRADING}
 
     def episode(self, instance_id: str) -> AgentEpisode:

@@ -34,7 +34,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.base import CommandResult, Limit
-from rlpipe.envs.sandbox.process import FILTER_FD, GATE_FD, STATUS_FD, Ended, run_bounded
+from rlpipe.envs.sandbox.process import FILTER_FD, GATE_FD, STATUS_FD, TICK_S, Ended, run_bounded
 from rlpipe.envs.sandbox.seccomp import program
 from rlpipe.envs.sandbox.sweep import NOBODY, prefix
 from rlpipe.envs.sandbox.tree import (
@@ -58,6 +58,7 @@ from rlpipe.envs.sandbox.tree import (
     scratch,
     write_tree,
 )
+from rlpipe.envs.sandbox.visible import USR, hide, show
 
 WORK = "/work"
 _OPEN_FILES = 256
@@ -72,10 +73,20 @@ echo 1000 > /proc/self/oom_score_adj; "$@"; exit $?"""
 class ContainedBubblewrap(BubblewrapEnvironment):
     """A mini-swe-agent environment over a private work tree, with every resource bounded.
 
-    Raises OSError when its directory cannot be made or filled.
+    shown: files and folders of this machine that commands may read besides /usr, at their paths. secret:
+    files below these or /usr that they may not. folders: further trees by the path at which commands read
+    them. Raises OSError when its directory cannot be made or filled.
     """
 
-    def __init__(self, limits: SandboxConfig, tree: Tree) -> None:
+    def __init__(
+        self,
+        limits: SandboxConfig,
+        tree: Tree,
+        *,
+        shown: Sequence[Path] = (),
+        secret: Sequence[Path] = (),
+        folders: Mapping[str, Tree] | None = None,
+    ) -> None:
         self.limits = limits
         self.tree_limits = TreeLimits(max_bytes=limits.tree_mb << 20, max_entries=limits.tree_files)
         self.working_dir = Path(tempfile.mkdtemp(prefix=prefix(), dir=scratch()))
@@ -87,9 +98,22 @@ class ContainedBubblewrap(BubblewrapEnvironment):
                 os.chown(directory, owner, owner)
 
         write_tree(tree, self.work, owner)
-        mounts = ["--bind", str(tmp), "/tmp", "--bind", str(self.work), WORK, "--chdir", WORK]
+        # What is shown of this machine may be below a folder of that name.
+        cwd = next(p for p in (WORK, "/workspace") if not any(path.is_relative_to(p) for path in shown))
+        mounts = ["--bind", str(tmp), "/tmp", "--bind", str(self.work), cwd, "--chdir", cwd]
+
+        points = self.working_dir / "shown"
+        points.mkdir()
+        self._before, options = show(shown, points, as_nobody=owner is not None)
+        mounts += options
+        for number, (path, content) in enumerate((folders or {}).items()):
+            folder = self.working_dir / f"folder{number}"
+            folder.mkdir()
+            write_tree(content, folder, owner)
+            mounts += ["--ro-bind", str(folder), path]
+        mounts += hide([USR, Path(sys.base_prefix), *shown], secret)
         self.config = BubblewrapEnvironmentConfig(
-            cwd=WORK,
+            cwd=cwd,
             env={},
             timeout=max(1, round(limits.timeout_s)),
             executable=_tool("bwrap"),
@@ -102,12 +126,15 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         *,
         timeout_s: float,
         stdin: bytes = b"",
+        output_kb: int = 0,
         pass_fds: Sequence[int] = (),
         stop: Callable[[], bool] = lambda: False,
+        tick_s: float = TICK_S,
     ) -> CommandResult:
         """Run a shell command, or a program with its arguments without a shell.
 
-        pass_fds: further descriptors that it inherits. stop: the command ends soon after it returns true.
+        output_kb: if not 0, replaces the setting. pass_fds: further descriptors that it inherits. stop: the
+        command ends soon after it returns true. tick_s: seconds between two looks at it.
         Raises InfrastructureError when bwrap failed before the command started; OSError as the constructor.
         """
         group = self._group()
@@ -115,7 +142,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             ended = run_bounded(
                 self.command_line(command),
                 timeout_s=timeout_s,
-                max_output=self.limits.output_kb << 10,
+                max_output=(output_kb or self.limits.output_kb) << 10,
                 stdin=stdin,
                 env={},
                 filter_program=program(),
@@ -123,6 +150,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
                 watch=lambda pid: Limit.TIME if stop() else self._watch(pid, group),
                 end=_end,
                 pass_fds=pass_fds,
+                tick_s=tick_s,
             )
             if group and group.ran_out_of_memory():
                 ended.exceeded = ended.exceeded or Limit.MEMORY
@@ -147,8 +175,10 @@ class ContainedBubblewrap(BubblewrapEnvironment):
 
     def execute(self, action: dict, cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
         """mini-swe-agent's contract: run action["command"]; `cwd` must be the work tree."""
-        if cwd not in ("", WORK):
-            raise ValueError(f"a contained command runs in {WORK}, not in {cwd!r}: put `cd` in the command.")
+        if cwd not in ("", self.config.cwd):
+            raise ValueError(
+                f"a contained command runs in {self.config.cwd}, not in {cwd!r}: put `cd` in the command."
+            )
         result = self.run(action.get("command", ""), timeout_s=timeout or self.limits.timeout_s)
         return {
             "output": result.output,
@@ -165,6 +195,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
 
         drop = ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
         return [
+            *self._before,
             *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
             self.config.executable,
             *self.config.wrapper_args,

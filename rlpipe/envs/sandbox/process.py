@@ -22,7 +22,7 @@ STATUS_FD = "{status-fd}"  # this argument becomes the number of the status pipe
 FILTER_FD = "{filter-fd}"  # and this one the number of a pipe that `filter_program` is read from
 GATE_FD = "{gate-fd}"  # and this one that of a pipe which can be read from once the process is admitted
 _CHUNK = 65536
-_TICK_S = 0.1
+TICK_S = 0.1
 _DEATH_S = 10.0
 
 
@@ -53,11 +53,12 @@ def run_bounded(
     watch: Callable[[int], Limit | None] = lambda pid: None,
     end: Callable[[subprocess.Popen[bytes], bytes], None] = lambda process, status: process.kill(),
     pass_fds: Sequence[int] = (),
+    tick_s: float = TICK_S,
 ) -> Ended:
     """Run `argv` until it ends or exceeds a limit.
 
     admit: called with the status pipe's text so far, until it returns true; raises OSError.
-    watch: called with the process id every 0.1 s; ends the process when it returns a Limit.
+    watch: called with the process id every tick_s; ends the process when it returns a Limit.
     end: ends the process; called with it and the status pipe's text so far.
     env: the full environment; None inherits this one. filter_program: less than a pipe holds (64 KiB).
     pass_fds: further descriptors of this process that it inherits.
@@ -73,7 +74,9 @@ def run_bounded(
             admit=admit,
             pass_fds=pass_fds,
         )
-        exceeded = run.supervise(timeout_s=timeout_s, max_output=max_output, watch=watch, end=end)
+        exceeded = run.supervise(
+            timeout_s=timeout_s, max_output=max_output, tick_s=tick_s, watch=watch, end=end
+        )
         returncode = run.process.wait()
         run.drain(max_output)
 
@@ -149,11 +152,12 @@ class _Run:
         *,
         timeout_s: float,
         max_output: int,
+        tick_s: float,
         watch: Callable[[int], Limit | None],
         end: Callable[[subprocess.Popen[bytes], bytes], None],
     ) -> Limit | None:
         """Wait until the process is dead; return the limit it was ended for, or None."""
-        deadline, look = self.started + timeout_s, self.started + _TICK_S
+        deadline, look = self.started + timeout_s, self.started + tick_s
         while True:
             if self._serve(min(deadline, look)):
                 return None
@@ -164,7 +168,7 @@ class _Run:
             elif now >= deadline:
                 exceeded = Limit.TIME
             elif now >= look:
-                exceeded, look = watch(self.process.pid), now + _TICK_S
+                exceeded, look = watch(self.process.pid), now + tick_s
 
             if exceeded:
                 end(self.process, bytes(self.status))

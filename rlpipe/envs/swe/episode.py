@@ -116,10 +116,7 @@ class SweEpisode:
         # A submission ends the attempt: the tests decide, not the output of a command.
         if command.strip() in _SUBMISSIONS:
             grade = self._workspace.grade()
-            info = {"changed": grade.changed, "tests_passed": grade.passed, "tests_required": grade.required}
-            info |= {"graded_in_process": True} if grade.in_process else {}
-            info |= {"tamper": grade.tamper} if grade.tamper else {}
-            return self._end(float(grade.solved), submitted=True, **info)
+            return self._end(float(grade.solved), submitted=True, **grade.info())
 
         # As the shell reports it; the sandbox would fail to start, which is no fault of the sandbox.
         if len(command.encode()) > _LONGEST_COMMAND:
@@ -134,8 +131,7 @@ class SweEpisode:
         return self._end(0.0, submitted=False)
 
     def _end(self, reward: float, **info: Any) -> StepResult:
-        labels = {k: v for k, v in self._instance.facts.items() if k in ("family", "bug_kind")}
-        info |= {"format_errors": self._format_errors} | labels
+        info |= {"format_errors": self._format_errors} | self._instance.labels
         return StepResult(done=True, reward=reward, info=info)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""SWE instances: reading and checking JSONL files with SWE-bench's field names.
+"""SWE instances: reading and checking files with SWE-bench's field names, JSONL or as published (parquet).
 
 Owns the shape of an instance. One with `files` runs on a tree of this machine, one without runs in
-a container image. Every error in a file is reported with its line.
+a container image or a checkout of its repository. Every error in a file is reported with its line.
 """
 
 from __future__ import annotations
@@ -10,14 +10,31 @@ import gzip
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from rlpipe.config.data import DataConfig
 from rlpipe.config.paths import resolve
+from rlpipe.envs.function.rows import read_rows
 
 _TEST_PART = re.compile(r"(tests?|test_.*|.*_test(\.py)?|conftest\.py)")
 _DIFF_TARGET = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
+_IMAGE_COLUMNS = ("image", "image_name", "docker_image")
+# Repositories of SWE-Gym, whose images have names of another form; SWE-bench shares none of them.
+_SWE_GYM = {
+    *(
+        "pandas-dev/pandas",
+        "getmoto/moto",
+        "python/mypy",
+        "iterative/dvc",
+        "dask/dask",
+        "project-monai/monai",
+    ),
+    *("pydantic/pydantic", "conan-io/conan", "facebookresearch/hydra", "modin-project/modin"),
+    "project-monai/monai",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,13 +69,20 @@ class Instance:
 
     @property
     def image_name(self) -> str:
-        """The container image: `image`, or by default the name that SWE-bench uses.
+        """The container image: `image`, or by default the name that SWE-bench or SWE-Gym uses.
 
         >>> Instance(instance_id="a__b-1", problem_statement="", fail_to_pass=("t",)).image_name
         'swebench/sweb.eval.x86_64.a_1776_b-1:latest'
         """
-        name = self.instance_id.replace("__", "_1776_").lower()
-        return self.image or f"swebench/sweb.eval.x86_64.{name}:latest"
+        gym = self.repo.lower() in _SWE_GYM
+        owner, between = ("xingyaoww", "_s_") if gym else ("swebench", "_1776_")
+        name = self.instance_id.replace("__", between).lower()
+        return self.image or f"{owner}/sweb.eval.x86_64.{name}:latest"
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """Facts that are recorded with each attempt."""
+        return {name: self.facts[name] for name in ("family", "bug_kind") if name in self.facts}
 
     @property
     def patched_tests(self) -> list[str]:
@@ -87,34 +111,43 @@ def load_instances(setting: str, name: str) -> dict[str, Instance]:
     setting: a path, possibly `shipped:...`; name: the setting that holds it, for messages.
     Raises ValueError with file, line and reason.
     """
+    instances: dict[str, Instance] = {}
+    first_place: dict[str, str] = {}
+    for where, instance in _read(setting, name):
+        if instance.instance_id in instances:
+            raise ValueError(
+                f"{where}: instance_id {instance.instance_id!r} was already on "
+                f"{first_place[instance.instance_id]}: ids must be unique."
+            )
+        instances[instance.instance_id] = instance
+        first_place[instance.instance_id] = where
+
+    if not instances:
+        raise ValueError(
+            f"{name}={setting!r}: the data set {resolve(setting)} is empty. Give at least one instance."
+        )
+
+    return instances
+
+
+def _read(setting: str, name: str) -> Iterator[tuple[str, Instance]]:
+    """Read the instances of one file with their places. Raises ValueError as `load_instances`."""
     path = resolve(setting)
+    if path.suffix not in (".jsonl", ".gz"):
+        rows = read_rows(DataConfig(split="test"), name, setting)
+        for index in range(len(rows)):
+            yield rows.place(index), instance_of(dict(rows[index]), rows.place(index))
+        return
+
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         # Some editors write a byte order mark first.
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{name}={setting!r}: cannot read {path}: {error}. Give a JSONL file.") from error
-
-    instances: dict[str, Instance] = {}
-    first_line: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-
-        where = f"{path}:{number}"
-        instance = parse_instance(line, where)
-        if instance.instance_id in instances:
-            raise ValueError(
-                f"{where}: instance_id {instance.instance_id!r} was already on line "
-                f"{first_line[instance.instance_id]}: ids must be unique."
-            )
-        instances[instance.instance_id] = instance
-        first_line[instance.instance_id] = number
-
-    if not instances:
-        raise ValueError(f"{name}={setting!r}: the data set {path} is empty. Give at least one instance.")
-
-    return instances
+        if line.strip():
+            yield f"{path}:{number}", parse_instance(line, f"{path}:{number}")
 
 
 def parse_instance(line: str, where: str) -> Instance:
@@ -130,6 +163,15 @@ def parse_instance(line: str, where: str) -> Instance:
         ) from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}.")
+    return instance_of(record, where)
+
+
+def instance_of(record: dict[str, Any], where: str) -> Instance:
+    """Return the instance of a row, which it empties. Raises ValueError."""
+    # Images are named by one column or another; tables have empty cells where a text is left out.
+    image = next((record[key] for key in _IMAGE_COLUMNS if record.get(key)), "")
+    record = {key: value for key, value in record.items() if value is not None and key not in _IMAGE_COLUMNS}
+    record["image"] = image
 
     # Each field is popped, so that the record keeps only what the format does not define.
     text = {

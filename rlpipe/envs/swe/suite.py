@@ -5,11 +5,18 @@ Owns which sets exist and where an instance runs. No instance is in two sets.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rlpipe.config.env import EnvConfig, SandboxBackend
 from rlpipe.envs.base import TRAIN, SplitTable
 from rlpipe.envs.sandbox import make_tree_runner
+from rlpipe.envs.swe.agent import SweAgentEpisode, agent_of
+from rlpipe.envs.swe.checkout import check_mirrors
 from rlpipe.envs.swe.episode import SweEpisode
 from rlpipe.envs.swe.instances import Instance, load_instances
+
+if TYPE_CHECKING:
+    from rlpipe.envs.swe.workspace import Workspace
 
 
 def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
@@ -25,7 +32,7 @@ def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
     split_by_id: dict[str, str] = {}
     for split, instances in splits.items():
         for instance in instances.values():
-            _check_backend(instance, split, config.sandbox.backend)
+            _check_backend(instance, split, config)
             other = split_by_id.setdefault(instance.instance_id, split)
             if other != split:
                 raise ValueError(
@@ -33,16 +40,24 @@ def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
                     "a held-out set must share nothing with training; remove it from one."
                 )
 
+    if config.repos:
+        everything = [instance for instances in splits.values() for instance in instances.values()]
+        check_mirrors(config, [instance for instance in everything if not instance.files])
     return splits
 
 
-def _check_backend(instance: Instance, split: str, backend: SandboxBackend) -> None:
-    if bool(instance.files) != (backend is SandboxBackend.BUBBLEWRAP):
-        what = "brings its files" if instance.files else "lives in a container image"
-        backends = "bubblewrap" if instance.files else "docker or singularity"
+def _check_backend(instance: Instance, split: str, config: EnvConfig) -> None:
+    bubblewrap = config.sandbox.backend is SandboxBackend.BUBBLEWRAP
+    if bubblewrap and not instance.files and not config.repos:
         raise ValueError(
-            f"instance {instance.instance_id!r} of {split!r} {what}, which "
-            f"env.sandbox.backend={backend} cannot run: set it to {backends}."
+            f"instance {instance.instance_id!r} of {split!r} lives in a container image, which "
+            "env.sandbox.backend=bubblewrap cannot run: set it to docker or singularity, or name a folder "
+            "of git mirrors in env.repos."
+        )
+    if instance.files and not bubblewrap:
+        raise ValueError(
+            f"instance {instance.instance_id!r} of {split!r} brings its files, which "
+            f"env.sandbox.backend={config.sandbox.backend} cannot run: set it to bubblewrap."
         )
 
 
@@ -57,18 +72,28 @@ class SweSuite(SplitTable):
         self._instances = {k: v for instances in splits.values() for k, v in instances.items()}
         self._runner = make_tree_runner(config.sandbox)
         self.max_turns = config.max_turns
+        self._agent = agent_of(config)
 
-    def episode(self, instance_id: str) -> SweEpisode:
+    def episode(self, instance_id: str) -> SweEpisode | SweAgentEpisode:
         """Start a fresh attempt. Raises InfrastructureError when its container does not start."""
-        from rlpipe.envs.swe.workspace import ImageWorkspace, TreeWorkspace
+        from rlpipe.envs.swe.workspace import CheckoutWorkspace, TreeWorkspace
+
+        instance, workspace = self._instances[instance_id], self.workspace(instance_id)
+        if self._agent is None:
+            return SweEpisode(instance, workspace, self._config)
+        assert isinstance(workspace, TreeWorkspace | CheckoutWorkspace), "agents run in bubblewrap"
+        return SweAgentEpisode(instance, workspace, self._agent)
+
+    def workspace(self, instance_id: str) -> Workspace:
+        """Return a fresh repository of an instance. Raises InfrastructureError."""
+        from rlpipe.envs.swe.workspace import CheckoutWorkspace, ImageWorkspace, TreeWorkspace
 
         instance = self._instances[instance_id]
         if instance.files:
-            workspace = TreeWorkspace(instance, self._runner, self._config)
-        else:
-            workspace = ImageWorkspace(instance, self._config)
-
-        return SweEpisode(instance, workspace, self._config)
+            return TreeWorkspace(instance, self._runner, self._config)
+        if self._config.sandbox.backend is SandboxBackend.BUBBLEWRAP:
+            return CheckoutWorkspace(instance, self._config)
+        return ImageWorkspace(instance, self._config)
 
     def sandbox_counts(self) -> tuple[int, int]:
         """Return (outcomes that were reused, outcomes in all) since the start; zeros without a memo."""

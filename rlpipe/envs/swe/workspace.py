@@ -4,24 +4,29 @@ Owns grading. Tests always run in a fresh sandbox, over what the model changed b
 own test files, and every required test id must be reported as passed:
 
     tree:   final tree - tests - what could shadow modules -> grader.trees, together with the instance's tests
-    image:  diff of the model's container -> grader.images, in a fresh container with test_patch
+    image:  diff of the model's container -> grader.images, in a fresh container with test_patch; the same for
+            a repository that is checked out into a sandbox of this machine (`checkout`)
 """
 
 from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import CommandResult, Limit, make_container_sandbox
 from rlpipe.envs.sandbox.local import TreeRunner, TreeSandbox
-from rlpipe.envs.sandbox.tree import fingerprint, tree_of
+from rlpipe.envs.sandbox.tree import Tree, fingerprint, tree_of
+from rlpipe.envs.swe.checkout import CheckoutSandbox
 from rlpipe.envs.swe.grader.images import passed_tests
 from rlpipe.envs.swe.grader.trees import code_to_grade, run_tests
 from rlpipe.envs.swe.instances import Instance
 from rlpipe.envs.swe.tamper import changes_of_diff, changes_of_trees, tampering
+
+if TYPE_CHECKING:
+    from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
 
 # base64, since an output is text: a diff may hold any bytes. Renames would escape `git apply --exclude`.
 _DIFF = (
@@ -48,11 +53,17 @@ class Grade:
         """True when this grade earns the reward."""
         return self.changed and self.passed == self.required
 
+    def info(self) -> dict[str, Any]:
+        """Return what is recorded of it."""
+        info = {"changed": self.changed, "tests_passed": self.passed, "tests_required": self.required}
+        info |= {"graded_in_process": True} if self.in_process else {}
+        return info | ({"tamper": self.tamper} if self.tamper else {})
+
 
 class Workspace(Protocol):
     """The repository of one episode."""
 
-    def run(self, command: str) -> CommandResult:
+    def run(self, command: str, *, stdin: bytes = b"") -> CommandResult:
         """Run a command in it. Raises InfrastructureError."""
         ...
 
@@ -72,9 +83,9 @@ class TreeWorkspace:
         self._instance, self._runner, self._config = instance, runner, config
         self._sandbox = TreeSandbox(runner, tree_of(instance.files))
 
-    def run(self, command: str) -> CommandResult:
+    def run(self, command: str, *, stdin: bytes = b"") -> CommandResult:
         """Run a command in the tree."""
-        return self._sandbox.run(command)
+        return self._sandbox.run(command, stdin=stdin)
 
     def grade(self) -> Grade:
         """Run the tests over the tree as it is now; equal trees are graded once."""
@@ -101,6 +112,15 @@ class TreeWorkspace:
             tamper=tampering(changes_of_trees(tree_of(instance.files), self._sandbox.tree)),
         )
 
+    @property
+    def tree(self) -> Tree:
+        """Its files."""
+        return self._sandbox.tree
+
+    def replace(self, tree: Tree) -> None:
+        """Take the files that an agent left."""
+        self._sandbox.tree = tree
+
     def close(self) -> None:
         """Free the tree."""
         self._sandbox.close()
@@ -111,18 +131,26 @@ class ImageWorkspace:
 
     def __init__(self, instance: Instance, config: EnvConfig) -> None:
         self._instance, self._config = instance, config
-        self._image = config.sandbox.image or instance.image_name
-        self._sandbox = make_container_sandbox(config.sandbox, self._image)
+        self._sandbox = self._fresh()
 
         head = self._sandbox.run("git rev-parse HEAD")
         if head.exit_code:
-            raise InfrastructureError(f"image {self._image} has no git repository: {head.output[-300:]!r}")
+            raise InfrastructureError(f"{self._where} has no git repository: {head.output[-300:]!r}")
 
         self._head = head.output.strip()
 
-    def run(self, command: str) -> CommandResult:
+    @property
+    def _where(self) -> str:
+        return f"image {self._config.sandbox.image or self._instance.image_name}"
+
+    def _fresh(self) -> DockerSandbox | SingularitySandbox | CheckoutSandbox:
+        """Start an untouched sandbox with the repository. Raises InfrastructureError."""
+        image = self._config.sandbox.image or self._instance.image_name
+        return make_container_sandbox(self._config.sandbox, image)
+
+    def run(self, command: str, *, stdin: bytes = b"") -> CommandResult:
         """Run a command in the container."""
-        return self._sandbox.run(command)
+        return self._sandbox.run(command, stdin=stdin)
 
     def grade(self) -> Grade:
         """Copy the model's changes into a fresh container and run the tests there."""
@@ -141,7 +169,7 @@ class ImageWorkspace:
         if diff.exit_code or not patch:
             return Grade(changed=False, passed=0, required=required, in_process=True)
 
-        fresh = make_container_sandbox(self._config.sandbox, self._image)
+        fresh = self._fresh()
         try:
             passed = passed_tests(fresh, self._instance, patch, self._config)
         finally:
@@ -153,3 +181,25 @@ class ImageWorkspace:
     def close(self) -> None:
         """Remove the container."""
         self._sandbox.close()
+
+
+class CheckoutWorkspace(ImageWorkspace):
+    """A repository that is checked out from a mirror on this machine, into a sandbox without containers."""
+
+    _sandbox: CheckoutSandbox
+
+    @property
+    def _where(self) -> str:
+        return f"the checkout of {self._instance.repo}"
+
+    def _fresh(self) -> CheckoutSandbox:
+        return CheckoutSandbox(self._config, self._instance)
+
+    @property
+    def tree(self) -> Tree:
+        """Its files, `.git` among them."""
+        return self._sandbox.tree
+
+    def replace(self, tree: Tree) -> None:
+        """Take the files that an agent left."""
+        self._sandbox.replace(tree)

@@ -115,7 +115,7 @@ def test_an_empty_data_set_and_a_missing_file_name_the_setting(tmp_path):
 
 def test_a_duplicate_names_both_lines(tmp_path):
     path = write(tmp_path, GOOD, GOOD)
-    with pytest.raises(ValueError, match=f"{path}:2.*'one'.*line 1"):
+    with pytest.raises(ValueError, match=f"{path}:2.*'one'.*{path}:1"):
         load_instances(str(path), "x")
 
 

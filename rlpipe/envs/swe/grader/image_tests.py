@@ -36,7 +36,7 @@ def supervise():
         pass_fds=[write],
     )
     os.close(write)
-    child.stdin.write(json.dumps({"token": token, "tests": order["tests"]}).encode())
+    child.stdin.write(json.dumps({"token": token, "tests": order["tests"], "kind": order["kind"]}).encode())
     child.stdin.close()
     with os.fdopen(read, "rb") as pipe:
         line = pipe.readline(_LONGEST_REPORT).decode(errors="replace")
@@ -46,26 +46,65 @@ def supervise():
 
 
 def play():
-    """Run pytest over the tests, if any, and report those that passed once it has ended."""
-    order = json.load(sys.stdin)
+    """Run the tests, if any, and report those that passed once the run has ended."""
+    order, report = json.load(sys.stdin), int(sys.argv[1])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    import pytest
-
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m pytest`, but after pytest was imported
-    outcomes = _Outcomes()
-    options = ["-p", "no:cacheprovider", *sys.argv[2:]]
-    code = int(pytest.main([*options, *order["tests"]], plugins=[outcomes])) if order["tests"] else 0
-    with os.fdopen(int(sys.argv[1]), "wb") as pipe:
-        passed = sorted(outcomes.passed - outcomes.failed)
+    outcomes = _Outcomes(order["kind"])
+    code = outcomes.run_django(order["tests"]) if order["kind"] == "django" else outcomes.run(order["tests"])
+    with os.fdopen(report, "wb") as pipe:
+        passed = sorted(outcomes.names(outcomes.passed) - outcomes.names(outcomes.failed))
         pipe.write((order["token"] + json.dumps(passed) + "\n").encode())
     os._exit(code)  # what the code under test left for the interpreter's end does not count
 
 
 class _Outcomes:
-    """A pytest plugin. A test passed when its call did and no phase failed, was skipped or xfailed."""
+    """A pytest plugin, and what unittest reports. A test passed when nothing of it failed or was skipped."""
 
-    def __init__(self):
-        self.passed, self.failed = set(), set()
+    def __init__(self, kind):
+        self.passed, self.failed, self._kind = set(), set(), kind
+
+    def run(self, tests):
+        """Run pytest over ids or files; return its status."""
+        import pytest
+
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m pytest`, but after pytest was imported
+        options = ["-p", "no:cacheprovider", *sys.argv[2:]]
+        return int(pytest.main([*options, *tests], plugins=[self])) if tests else 0
+
+    def run_django(self, labels):
+        """Run Django's own runner over labels; return its status."""
+        import runpy
+        import unittest
+
+        # Also those of its subclasses: each calls the method of this one.
+        result = unittest.TestResult
+        for name, into in (
+            ("addSuccess", self.passed),
+            ("addError", self.failed),
+            ("addFailure", self.failed),
+            ("addSkip", self.failed),
+            ("addExpectedFailure", self.failed),
+            ("addUnexpectedSuccess", self.failed),
+        ):
+            setattr(result, name, _noting(getattr(result, name), into))
+        result.addSubTest = _noting_subtests(result.addSubTest, self.failed)
+
+        runner = Path.cwd() / "tests" / "runtests.py"
+        sys.argv = [str(runner), "--verbosity", "2", "--settings=test_sqlite", "--parallel", "1", *labels]
+        try:
+            runpy.run_path(str(runner), run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    def names(self, tests):
+        """Return names under which a list of tests may have them.
+
+        Lists of whole files are taken from printed lines: up to a blank, or the name of the function alone.
+        """
+        if self._kind != "files":
+            return tests
+        return tests | {n.split(" ")[0] for n in tests} | {n.rpartition("::")[2] for n in tests}
 
     def pytest_configure(self, config):
         self._config = config
@@ -76,3 +115,28 @@ class _Outcomes:
             self.failed.add(name)
         elif report.when == "call" and report.outcome == "passed":
             self.passed.add(name)
+
+
+def _noting(method, into):
+    """Return a method of a result that also notes the test; unittest prints its name or its docstring."""
+
+    def noting(self, test, *details):
+        name = getattr(test, "_testMethodName", "")
+        cls = type(test)
+        into.add(f"{name} ({cls.__module__}.{cls.__qualname__})" if name else str(test))
+        if test.shortDescription():
+            into.add(test.shortDescription())
+        return method(self, test, *details)
+
+    return noting
+
+
+def _noting_subtests(method, failed):
+    note = _noting(lambda self, test, *details: None, failed)
+
+    def noting(self, test, subtest, error):
+        if error is not None:
+            note(self, test)
+        return method(self, test, subtest, error)
+
+    return noting

@@ -24,6 +24,7 @@ from rlpipe.envs.swe.instances import Instance
 
 if TYPE_CHECKING:
     from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
+    from rlpipe.envs.swe.checkout import CheckoutSandbox
 
 _CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
@@ -59,13 +60,16 @@ def apply_command(instance: Instance) -> str:
 
 
 def passed_tests(
-    fresh: DockerSandbox | SingularitySandbox, instance: Instance, patch: bytes, config: EnvConfig
+    fresh: DockerSandbox | SingularitySandbox | CheckoutSandbox,
+    instance: Instance,
+    patch: bytes,
+    config: EnvConfig,
 ) -> int:
     """Count the required tests that pass in an untouched container once a patch is applied to it.
 
     Raises InfrastructureError when the container fails, pytest is not in it, or `test_patch` does not apply.
     """
-    probe, key = _run(fresh, config, (), probe=True)
+    probe, key = _run(fresh, config, (), kind="ids", probe=True)
     if reported(probe, key) != ([], 0):
         raise InfrastructureError(
             f"env.test_command={config.test_command!r} cannot import pytest in the image of "
@@ -80,24 +84,52 @@ def passed_tests(
         if tests.exit_code:
             raise InfrastructureError(f"test_patch does not apply: {tests.output[-300:]!r}")
 
-    # A pytest that ended badly may have skipped checks, so not all tests count as passed.
-    result, key = _run(fresh, config, instance.tests)
+    # A run that ended badly may have skipped checks, so not all tests count as passed. Whole files may hold
+    # tests that fail and are not required.
+    kind, tests = what_to_run(instance)
+    result, key = _run(fresh, config, tests, kind=kind)
     names, exit_code = reported(result, key)
     passed = len(set(instance.tests) & set(names))
-    return passed if exit_code == 0 else min(passed, len(instance.tests) - 1)
+    ended_well = exit_code == 0 or (kind != "ids" and exit_code == 1)
+    return passed if ended_well else min(passed, len(instance.tests) - 1)
+
+
+def what_to_run(instance: Instance) -> tuple[str, tuple[str, ...]]:
+    """Return how the tests of an instance are named, and what is run for them.
+
+    ids: pytest, by their ids. files: pytest over the files of `test_patch`, as SWE-bench runs them, where the
+    list has names of functions (sympy) or names that end at a blank. django: its own runner.
+
+    >>> patch = "+++ b/tests/a/tests.py"
+    >>> def of(test, repo=""):
+    ...     one = Instance(
+    ...         instance_id="i", problem_statement="", repo=repo, fail_to_pass=(test,), test_patch=patch
+    ...     )
+    ...     return what_to_run(one)
+    >>> of("tests/a/tests.py::test_b"), of("test_b"), of("test_b (a.tests.T)", "django/django")
+    (('ids', ('tests/a/tests.py::test_b',)), ('files', ('tests/a/tests.py',)), ('django', ('a.tests',)))
+    """
+    files = tuple(file for file in instance.patched_tests if file.endswith(".py"))
+    if instance.repo == "django/django":
+        parts = (file.removesuffix(".py").removeprefix("tests/") for file in files)
+        return "django", tuple(part.replace("/", ".") for part in parts)
+    if files and any("::" not in test or test.count("[") != test.count("]") for test in instance.tests):
+        return "files", files
+    return "ids", instance.tests
 
 
 def _run(
-    fresh: DockerSandbox | SingularitySandbox,
+    fresh: DockerSandbox | SingularitySandbox | CheckoutSandbox,
     config: EnvConfig,
     tests: tuple[str, ...],
     *,
+    kind: str,
     probe: bool = False,
 ) -> tuple[CommandResult, str]:
     source, key = _source(), secrets.token_hex(32)
     # the child must not import what lies in the repository's root before pytest
     child = f"import sys; sys.path[:] = [p for p in sys.path if p]\n{source}\nplay()"
-    order = {"key": key, "tests": tests, "program": child, "probe": probe}
+    order = {"key": key, "tests": tests, "kind": kind, "program": child, "probe": probe}
     runner = shlex.join(["-I", "-S", "-c", f"{source}\nsupervise()"])
     command = config.test_command.replace("{runner}", runner)
     result = fresh.run(

@@ -1,0 +1,64 @@
+"""One attempt at a SWE instance by a program of somebody else: `env=swe env.agent.run="python my_agent.py"`.
+
+    files of the repository -> the agent, in a sandbox of its own, which is over -> what it left -> the tests
+
+The agent is run as in the environment `agent`, with the repository as its folder; the task has the problem
+statement. There is nothing to submit: what it leaves is graded as `episode` grades a submission.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.envs.agent.command import SandboxedCommand
+from rlpipe.envs.base import AgentAddress, StepResult
+from rlpipe.envs.swe.instances import Instance
+
+if TYPE_CHECKING:
+    from rlpipe.envs.swe.workspace import CheckoutWorkspace, TreeWorkspace
+
+
+def agent_of(config: EnvConfig) -> SandboxedCommand | None:
+    """Return the agent of `env.agent.run`, None without one. Raises ValueError when it cannot run."""
+    if not config.agent.run.strip():
+        return None
+    if config.agent.is_function:
+        raise ValueError(
+            f"env.agent.run={config.agent.run!r} is a function, and env=swe takes a command: it runs in a "
+            "sandbox with the repository."
+        )
+    return SandboxedCommand(config, [Path(name).expanduser().resolve() for name in config.instance_files])
+
+
+class SweAgentEpisode:
+    """One attempt of an agent; the Protocol is `rlpipe.envs.base.AgentEpisode`."""
+
+    def __init__(
+        self, instance: Instance, workspace: TreeWorkspace | CheckoutWorkspace, agent: SandboxedCommand
+    ) -> None:
+        self._instance, self._workspace, self._agent = instance, workspace, agent
+
+    async def run_agent(self, address: AgentAddress) -> str | None:
+        """Have the agent work on the repository; return what it printed."""
+        text = self._instance.problem_statement
+        task = {
+            "id": self._instance.instance_id,
+            "prompt": text,
+            "messages": [{"role": "user", "content": text}],
+            "row": {},
+        }
+        answer, tree = await self._agent.run_on(self._workspace.tree, address, task)
+        self._workspace.replace(tree)
+        return answer
+
+    def step(self, action: str) -> StepResult:
+        """Grade what the agent left. Raises InfrastructureError when the sandbox failed."""
+        grade = self._workspace.grade()
+        info = {"submitted": True, **grade.info(), **self._instance.labels}
+        return StepResult(done=True, reward=float(grade.solved), info=info)
+
+    def close(self) -> None:
+        """Free the repository."""
+        self._workspace.close()
