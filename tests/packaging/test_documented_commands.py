@@ -57,6 +57,8 @@ NOT_RUN = {
     "python recipes/jackpot/decoupled.py": HOURS,
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,
+    "python recipes/swe_bench/make_mirror.py": "test_swe_bench makes one",
+    "python recipes/swe_bench/gold.py": "half a minute; test_swe_bench grades the mirror by it",
     "python -m recipes.ppow.exact": "an hour; test_exact_studies plays its figures",
     "python -m recipes.ppow.tables": "two minutes; test_exact_studies runs its arms",
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
