@@ -34,6 +34,23 @@ def test_two_steps_of_a_recipe_play_its_environment_and_are_rewarded(recipe: str
     assert all(0 <= step[f"env/info/{number}"] <= 1 for step in steps)
 
 
+@pytest.mark.parametrize(("recipe", "turns"), [("mini_swe", 8), ("vf_harness", 1)])
+def test_two_steps_of_a_harness_of_others_are_trained_on_its_own_turns(
+    recipe: str, turns: int, tmp_path: Path
+) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # the recipe's paths begin at the root of a checkout
+    small = [*SMALL, "val.every=0", "metrics.wandb=off", "run.dir=out", "pipeline.group_size=2"]
+    result = run(f"+recipe={recipe}", *small, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    _, steps = records(tmp_path / "out")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["env/masked"] == 0 and 1 <= step["env/info/requests"] <= turns
+        # The harness sends back what the model wrote, so that an attempt is one conversation.
+        assert step["env/info/segments"] == 1 and step["env/info/drift"] == 0
+
+
 def test_the_gain_over_seeds_has_students_interval() -> None:
     ends = {"seed_0": 0.4, "seed_1": 0.5, "seed_2": 0.6}
     runs = {name: {"validation": [[0, 0.1, 0.0], [9, after, 0.0]]} for name, after in ends.items()}
