@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 CELLS = 64  # of a row after a prefix: its likeliest tokens, and one for all others
-_TOKENS_AT_ONCE = 1024  # of a forward pass
+_TOKENS_AT_ONCE = 1024  # of a forward pass, without the prompt
 _LOGITS_AT_ONCE = 1 << 24
 
 
@@ -49,8 +49,35 @@ class TransformersModel:
     def logits(self, ids: np.ndarray, keep: int, *, rounded: bool = False) -> np.ndarray:
         """Return logits after the last `keep` of [n, T] ids, [n, keep, V] float32."""
         torch, model = self._torch, self._models[rounded and self.rounds]
+        tokens, shared = torch.as_tensor(ids), _shared_prefix(ids, keep)
         with torch.inference_mode():
-            return model(torch.as_tensor(ids), logits_to_keep=keep).logits.float().numpy()
+            # What all sequences begin with is computed once.
+            if shared and (cache := self._cache(model, tokens[:1, :shared], len(ids))) is not None:
+                logits = model(tokens[:, shared:], past_key_values=cache, logits_to_keep=keep).logits
+            else:
+                pieces = tokens.split(max(1, _TOKENS_AT_ONCE // ids.shape[1]))
+                logits = torch.cat([model(piece, logits_to_keep=keep).logits for piece in pieces])
+            return logits.float().numpy()
+
+    def _cache(self, model: Any, prefix: Any, copies: int) -> Any:
+        """Return the keys and values of a prefix [1, T], for a batch; None where a layer has other state."""
+        from transformers.cache_utils import DynamicLayer
+
+        cache = model(prefix, use_cache=True, logits_to_keep=1).past_key_values
+        if any(type(layer) is not DynamicLayer for layer in getattr(cache, "layers", [None])):
+            return None
+        cache.batch_repeat_interleave(copies)
+        return cache
+
+
+def _shared_prefix(ids: np.ndarray, keep: int) -> int:
+    """Return how many leading tokens several sequences share, without those whose logits are kept.
+
+    >>> _shared_prefix(np.array([[5, 6, 7, 8], [5, 6, 9, 9]]), 1), _shared_prefix(np.array([[5, 6, 7, 8]]), 1)
+    (2, 0)
+    """
+    same = (ids == ids[0]).all(0)[: ids.shape[1] - keep]
+    return int(np.logical_and.accumulate(same).sum()) if len(ids) > 1 else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +106,7 @@ def read_rows(model: Model, prompt: Sequence[int], tokens: np.ndarray, temperatu
     """Compute the reference along sequences. tokens: [n, T], padded with 0 at the right; temperature: > 0."""
     length = tokens.shape[1]
     unique, inverse = np.unique(tokens, axis=0, return_inverse=True)
-    width = len(prompt) + length - 1
-    size = max(1, min(_TOKENS_AT_ONCE // width, _LOGITS_AT_ONCE // (model.vocabulary * length)))
+    size = max(1, min(_TOKENS_AT_ONCE // length, _LOGITS_AT_ONCE // (model.vocabulary * length)))
 
     parts = []
     for first in range(0, len(unique), size):
