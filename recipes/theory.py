@@ -13,6 +13,8 @@ of per-depth alphas over contexts are exact only where alphas do not depend on t
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from rlpipe.spec.verify.block import running_weights
@@ -61,6 +63,53 @@ def rejection_margin(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     [0.4, 0.0]
     """
     return rejection_alpha(p, q) - target_only_alpha(p, q)
+
+
+def entropy(p: torch.Tensor) -> torch.Tensor:
+    """H(p) = -sum_v p_v log p_v in nats (Bebop Eq. 4). [..., V] -> [...]."""
+    return torch.special.entr(p).sum(-1)
+
+
+def target_only_bounds(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of max_v p_v by H(p), of target-only's alpha where the draft has the target's argmax.
+
+    From below exp(-H) (Bebop Eq. 19-21): p is as uniform over exp(H) tokens, its effective support. From
+    above by Fano's inequality, H <= h(e) + e log(V - 1) for max p = 1 - e, solved by bisection. p: [..., V].
+
+    >>> low, high = target_only_bounds(torch.tensor([0.25] * 4, dtype=torch.float64))
+    >>> round(low.item(), 6), round(high.item(), 6)
+    (0.25, 0.25)
+    """
+    nats, vocab = entropy(p), p.shape[-1]
+    low, high = torch.full_like(nats, 1 / vocab), torch.ones_like(nats)
+    for _ in range(60):
+        middle = (low + high) / 2
+        error = 1 - middle
+        most = torch.special.entr(middle) + torch.special.entr(error) + error * math.log(max(1, vocab - 1))
+        low, high = torch.where(most >= nats, middle, low), torch.where(most >= nats, high, middle)
+    return (-nats).exp(), high
+
+
+def mismatch_exponent(p: torch.Tensor, q: torch.Tensor, floor: float = 1e-4) -> torch.Tensor:
+    """Fit |q - p| ~ p^beta over the tokens with p > floor by least squares of logs; returns beta, a scalar.
+
+    Bebop's Propositions 2 and 4 assume 0 for drafts trained by CE or KL (App. D.3, |q - p| <= sigma) and 1
+    for those trained by TV (D.4, |q - p| <= delta p). p, q: [N, V].
+    """
+    some = p > floor
+    x, y = p[some].log(), (q - p)[some].abs().clamp(min=1e-12).log()
+    return ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+
+
+def pinsker(kl: torch.Tensor) -> torch.Tensor:
+    """The smallest alpha of rejection that a KL in nats allows: 1 - sqrt(KL / 2) (PPOW B.1, Bebop D.3).
+
+    Either direction of the divergence. Bebop prints it without the root. Below 0 it says nothing.
+
+    >>> pinsker(torch.tensor([0.0, 0.02])).tolist()
+    [1.0, 0.8999999761581421]
+    """
+    return 1 - (kl / 2).sqrt()
 
 
 def expected_reach(alphas: torch.Tensor) -> torch.Tensor:

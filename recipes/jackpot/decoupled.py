@@ -9,8 +9,8 @@ again.
 
 All arms train models/tiny with the same settings, synchronously; validation plays the policy, never the
 actor. obrs and tis generate with models/tiny_actor, which learns by PPO and distillation (`+recipe=jackpot`);
-in on_policy the policy generates itself. Further arms: none (no correction), and obrs_fixed, whose actor does
-not learn.
+in on_policy the policy generates itself. Further arms: none (no correction, only the actor's KL: "Only
+reverse KL" of Jackpot Table 1), obrs_fixed, whose actor does not learn, and small, the actor trained alone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ARMS = {
     "tis": ["algo.correction=tis_token"],
     "on_policy": ["algo.correction=tis_token", "decoupled.path=''"],
     "none": ["algo.correction=none"],
+    "small": ["algo.correction=tis_token", "model.path=shipped:models/tiny_actor", "decoupled.path=''"],
     "obrs_fixed": ["algo.correction=obrs", "decoupled.ppo_coef=0", "decoupled.distill_coef=0"],
 }
 MAIN = ["obrs", "tis", "on_policy"]
@@ -91,7 +92,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    palette = ["#009E73", "#E69F00", "#999999", "#D55E00", "#0072B2"]
+    palette = ["#009E73", "#E69F00", "#999999", "#D55E00", "#CC79A7", "#0072B2"]
     colours = dict(zip(ARMS, palette, strict=True))
     figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.4))
     for name, result in results.items():

@@ -1,7 +1,7 @@
 """Settings of windows that a draft model generates and learns from: PPOW, and the exact objectives.
 
-`exact_window` and `exact_block` read group_size, draft_cost, windows, hard_start and hard_end; the other
-fields belong to the loss and the reward of `ppow` and `ppow_exact`.
+`exact_window`, `exact_block` and `own_kl` read group_size, draft_cost, windows, hard_start, hard_end and
+hard_after; the other fields belong to the loss and the reward of `ppow`, `ppow_exact` and `ppow_measured`.
 
 The paper's Table 5, its hyperparameters, is empty in the text that is available. Each default is either from
 its prose, or rlpipe's choice, as stated per field.
@@ -30,8 +30,9 @@ class PpowConfig:
 
     draft_cost: float = 0.0
     """Cost of a drafted token relative to a verify step, the paper's gamma. The paper takes the ratio of
-    non-embedding parameters, and 0 here means that ratio. It bends the reward of `ppow`, which charges
-    accepted drafts; it only scales that of `exact_window`, which charges all of them."""
+    non-embedding parameters, and 0 here means that ratio; for a measured speed-up set what the report
+    measured. It bends the reward of `ppow`, which charges accepted drafts; it only scales those of
+    `ppow_measured` and `exact_window`, which charge all of them."""
 
     proximity: float = 0.1
     """eta, the reward of a window that is close to the target's although none of it is accepted; 0 turns
@@ -50,6 +51,10 @@ class PpowConfig:
     hard_end: float = 0.8
     """The same share at the last step."""
 
+    hard_after: int = 0
+    """Updates of the draft with even windows only, before ADAW begins with hard_start. The paper switches
+    after 44,000 (Fig. 4)."""
+
     expected_reward: bool = False
     """Reward a drafted window with the exact expectation over the coins of its verification, instead of one
     sample. Not in the paper."""
@@ -59,4 +64,5 @@ class PpowConfig:
         at_least(1, self, "ppow", "windows")
         positive(self, "ppow", "clip", "tolerance")
         at_least(0, self, "ppow", "kl_coef", "draft_cost", "proximity", remedy="0 turns it off")
+        at_least(0, self, "ppow", "hard_after", remedy="0 begins with ADAW")
         share(self, "ppow", "hard_start", "hard_end")

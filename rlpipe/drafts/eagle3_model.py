@@ -87,8 +87,8 @@ class Eagle3(nn.Module):
         which receives keys and values of the steps.
 
         The training-time test of steps 2 .. K reads the draft's own states but the given tokens, as EAGLE-3's
-        published code does. The notes (eagle_mtp_notes) let it read the tokens that it predicts itself. A
-        deeper draft counts only where those before it are accepted, and those are tokens of the text.
+        published code does. Tokens that it predicts itself, as the notes (eagle_mtp_notes) have it, are read
+        by `draft.objective=own_kl`.
         """
         state, states = self.fc(features), []
         past = [] if past is None else past

@@ -13,6 +13,7 @@ from typing import Any
 from rlpipe.config.algo import Correction, Credit, Proximal
 from rlpipe.config.decoupled import check_actor
 from rlpipe.config.draft import check_draft
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.drafters import KINDS
 from rlpipe.config.env import EnvName
 from rlpipe.config.lora import check_lora
@@ -150,6 +151,12 @@ def check(config: Config) -> None:
     learns = config.draft.online and not (beside or config.cotrains_draft)
     if learns or (probed and config.task is Task.RL):
         check_draft(config.draft, served, config.rollout_model)
+
+    if (beside or config.cotrains_draft) and config.draft.objective is DraftObjective.EAGLE1:
+        raise ValueError(
+            "draft.objective=eagle1 compares hidden states under one head, and an EAGLE-3 draft has another "
+            "head than its target: train an MTP layer with it, or set draft.objective=kl."
+        )
 
     # Objectives on windows verify sequences that the draft generates itself, which some layouts cannot do.
     trained = config.draft.online or config.task is Task.MTP_ADAPT

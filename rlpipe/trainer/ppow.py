@@ -25,11 +25,9 @@ from megatron.core.tensor_parallel import (
 from rlpipe.batching.draft_layout import DraftBatch, tokens_up_to
 from rlpipe.batching.micro_batch import Branch, MicroBatch
 from rlpipe.drafts.loss import depth_targets
-from rlpipe.drafts.loss.linear import linear_draft_rows
 from rlpipe.drafts.megatron_draft import draft_step
 from rlpipe.drafts.vocabulary import spread
-from rlpipe.drafts.windows.rollout import SampledWindows
-from rlpipe.drafts.windows.selection import criticality
+from rlpipe.drafts.windows.rollout import SampledWindows, criticality_of
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, RetainedKeys
 from rlpipe.trainer.model import PolicyModel
@@ -55,7 +53,7 @@ class MtpWindows:
     ) -> None:
         """Run depth 1 over all anchors. hidden, retained: of the backbone's pass over the micro-batch."""
         self.owners, self.turns, self.sampled = batch.owners, batch.tokens, batch.sampled
-        self.rows, self.vocab = micro_batch.rows, policy.vocab_real
+        self.rows, self.vocab, self.known = micro_batch.rows, policy.vocab_real, policy.draft_ids
         self._policy, self._micro_batch, self._batch, self._hidden = policy, micro_batch, batch, hidden
         self._retained, self._temperature, self._runtime = retained, temperature, runtime
 
@@ -88,23 +86,18 @@ class MtpWindows:
 
     def criticality(self) -> torch.Tensor:
         """Compute the criticality [R, L] of the first draft from each token of the turns."""
-        policy, batch, move = self._policy, self._batch, self._runtime.to_device
-        targets = depth_targets(move(batch.tokens), move(batch.sampled), 1)
+        batch, move = self._batch, self._runtime.to_device
+        near = depth_targets(move(batch.tokens), move(batch.sampled), 1).mask[:, 0]
 
-        # Both models predict the token after each token of the turns.
-        group = policy.pg_collection.tp
-        rows, *_ = linear_draft_rows(
-            self._states.detach().index_select(0, move(batch.anchors.flatten()))[:, None],
-            self._hidden.index_select(0, move(batch.backbone.flatten())),
-            head_weight=policy.head_weight,
-            mask=targets.mask,
-            tokens=targets.tokens,
-            temperature=self._temperature,
-            tp_group=group if group.size() > 1 else None,
-            vocab=policy.local_vocab,
-            draft_ids=policy.local_draft_ids,
-        )
-        return criticality(rows.target_entropy, rows.kl, policy.vocab_real).view(batch.tokens.shape)
+        # Depth 1 at a token predicts what the target predicts one token on.
+        backbone = move(batch.backbone.flatten())
+        following = torch.cat((backbone[1:], backbone[-1:]))
+        states = self._states.detach().index_select(0, move(batch.anchors.flatten())[near])
+        target = self._hidden.index_select(0, following[near])
+
+        critical = torch.zeros(near.shape, device=near.device)
+        critical[near] = criticality_of(self, states, target)
+        return critical.view(batch.tokens.shape)
 
     def start(self, windows: SampledWindows, group: int) -> torch.device:
         """Prepare to continue W windows, `group` times each."""

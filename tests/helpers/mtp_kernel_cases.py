@@ -12,7 +12,7 @@ from dataclasses import fields
 import torch
 from torch.testing import assert_close
 
-from rlpipe.config.draft_objectives import SUPERVISED
+from rlpipe.config.draft_objectives import FROM_LOGITS
 from rlpipe.drafts.loss import MtpStats, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
 from rlpipe.drafts.loss.torch_rows import Sums
@@ -59,7 +59,7 @@ def vocabularies(device: str) -> None:
 
 def kinds(device: str) -> None:
     """Every objective, with temperature."""
-    for kind in SUPERVISED:
+    for kind in FROM_LOGITS:
         _compare(kind, random_case(300).to(torch.float32).to(device), temperature=0.7)
 
 

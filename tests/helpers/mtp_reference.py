@@ -105,6 +105,7 @@ def reference_loss(
             weight += weights[n].item() * depths
         return total / weight
     share = (-3.0 * alpha.detach()).exp()
+    top = log_q.topk(min(1000, log_q.shape[-1]), -1)
     row = {
         DraftObjective.HARD_CE: -q_x.log(),
         DraftObjective.KL: kl,
@@ -116,6 +117,8 @@ def reference_loss(
         DraftObjective.TV_DECAY: torch.stack(
             [(p - q).abs().sum(-1)[:, k] / 2 * 0.8**k for k in range(p.shape[1])], 1
         ),
+        DraftObjective.TV_CLAMP: ((p - q).abs().sum(-1) / 2).minimum(torch.tensor(0.9).double()),
+        DraftObjective.TV_TOP: 1 - top.values.softmax(-1).minimum(p.gather(-1, top.indices)).sum(-1),
         DraftObjective.LK: share * kl + (1 - share) * (p - q).abs().sum(-1) / 2,
     }[kind]
     weights = weights[:, None] * case.mask

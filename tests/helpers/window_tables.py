@@ -97,7 +97,7 @@ class TableDrafter:
     draft: K tables [W, V**t, V], leaves of the graph.
     """
 
-    draft_cost = 0.2
+    draft_cost, known = 0.2, None
 
     def __init__(self, tables: Tables, windows: int) -> None:
         self.tables, self.vocab = tables, tables.vocab

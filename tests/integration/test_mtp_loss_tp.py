@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from numpy.testing import assert_allclose
 
-from rlpipe.config.draft_objectives import SUPERVISED
+from rlpipe.config.draft_objectives import FROM_LOGITS, DraftObjective
 from rlpipe.drafts.loss import MtpStats, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
+from rlpipe.drafts.objectives.supervised import OBJECTIVES, Supervised, tv
 from tests.helpers.mtp_reference import random_case
 from tests.helpers.parallel import run_ranks
 
@@ -38,6 +39,7 @@ def _losses(rank: int, ranks: int, rendezvous: str) -> dict[str, tuple]:
         return reduce(*args, **kwargs)
 
     dist.all_reduce = counted
+    OBJECTIVES[DraftObjective.TV_TOP] = Supervised(by_depth=tv, top=7)  # fewer than a shard has
     case = random_case(VOCAB)
     with torch.no_grad():
         case.draft[..., VOCAB - 2 :] = case.target[..., VOCAB - 2 :] = float("-inf")  # vocabulary padding
@@ -46,7 +48,7 @@ def _losses(rank: int, ranks: int, rendezvous: str) -> dict[str, tuple]:
     hidden = torch.randn(len(case.mask), 5, generator=generator, dtype=torch.float64)
     head = torch.randn(VOCAB, 5, generator=generator, dtype=torch.float64)
     results = {}
-    for kind in SUPERVISED:
+    for kind in FROM_LOGITS:
         draft, calls = case.draft.detach()[..., shard].clone().requires_grad_(), 0
         loss, stats = mtp_loss(
             kind,
@@ -108,7 +110,7 @@ def runs():
         return whole, run_ranks(_losses, 2, str(Path(folder) / "rendezvous"))
 
 
-@pytest.mark.parametrize("kind", SUPERVISED)
+@pytest.mark.parametrize("kind", FROM_LOGITS)
 def test_two_shards_equal_the_whole_vocabulary(runs, kind):
     whole, shards = runs[0][kind.value], [shard[kind.value] for shard in runs[1]]
     loss, by_logits, fused, by_hidden, by_head, sums, _ = whole
@@ -131,5 +133,7 @@ def test_a_reduced_vocabulary_may_leave_a_shard_empty(runs, kind):
 
 
 def test_a_loss_needs_three_messages_and_its_gradient_none(runs):
-    assert {shard[kind.value][-1] for shard in runs[1] for kind in SUPERVISED} == {3}
-    assert {runs[0][kind.value][-1] for kind in SUPERVISED} == {0}
+    messages = {kind: {shard[kind.value][-1] for shard in runs[1]} for kind in FROM_LOGITS}
+    assert messages.pop(DraftObjective.TV_TOP) == {6}  # it measures twice
+    assert set.union(*messages.values()) == {3}
+    assert {runs[0][kind.value][-1] for kind in FROM_LOGITS} == {0}

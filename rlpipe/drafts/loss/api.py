@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.definitions import Objective
-from rlpipe.drafts.loss.rows import Backend, Rows, resolve_backend, row_statistics
+from rlpipe.drafts.loss.rows import Backend, Rows, keep_largest, resolve_backend, row_statistics
 from rlpipe.drafts.loss.stats import MtpStats
 from rlpipe.drafts.visit import accept_probabilities, forecast
 
@@ -40,7 +42,7 @@ def mtp_loss(
     normalizer: divisor of the summed loss, for gradient accumulation; None: this call's own weight.
 
     Returns the scalar loss (0 where all rows are masked) and `MtpStats`, detached sums.
-    Raises ValueError for arguments that do not fit together.
+    Raises ValueError for arguments that do not fit together, and for an objective on hidden states.
 
     >>> logits = torch.tensor([[[1.0, 2.0, 3.0]]])
     >>> loss, stats = mtp_loss("tv", logits, logits, mask=torch.tensor([[True]]))
@@ -53,6 +55,8 @@ def mtp_loss(
         turn_starts=turn_starts,
         normalizer=normalizer,
     )
+    if objective.formula.features:
+        raise ValueError(f"kind={kind} compares hidden states: use `linear_mtp_loss`, or another kind.")
     if draft_logits.dim() != 3 or draft_logits.shape != target_logits.shape:
         raise ValueError(
             f"draft_logits and target_logits must both be [N, K, V], got {list(draft_logits.shape)} and "
@@ -60,18 +64,23 @@ def mtp_loss(
         )
 
     check_rows(objective, mask, tokens, rows=draft_logits.shape[:2], temperature=temperature)
-    rows = row_statistics(
-        draft_logits,
-        target_logits,
-        mask,
+    measure_rows = partial(
+        row_statistics,
+        target=target_logits,
+        mask=mask,
         tokens=tokens,
         temperature=temperature,
         group=tp_group,
         backend=resolve_backend(backend, draft_logits),
         needs_target=objective.formula.needs_target,
     )
+    if (top := objective.formula.top) is None:
+        rows = loss_rows = measure_rows(draft_logits)
+    else:
+        rows = measure_rows(draft_logits.detach())
+        loss_rows = measure_rows(keep_largest(draft_logits, top, tp_group))
 
-    total, weight = objective.total_and_weight(rows, mask)
+    total, weight = objective.total_and_weight(loss_rows, mask)
     stats = statistics(objective, rows, mask, total=total, weight=weight, has_tokens=tokens is not None)
     return objective.divide(total, weight), stats
 

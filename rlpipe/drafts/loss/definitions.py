@@ -64,7 +64,7 @@ class Objective:
             assert self.turn_starts is not None, self.kind
             return self.formula.by_sequence(rows, mask, self.turn_starts)
 
-        weights = self._weights(rows, mask)[:, None]
+        weights = self.anchor_weights(rows, mask)[:, None]
         if self.formula.by_chain is not None:
             mask = mask.cumprod(1).bool()
             accepted = self.formula.by_chain(rows, mask)
@@ -80,7 +80,7 @@ class Objective:
         divisor = torch.as_tensor(divisor, dtype=total.dtype, device=total.device)
         return total / divisor.where(divisor > 0, 1)
 
-    def _weights(self, rows: Rows, mask: Tensor) -> Tensor:
+    def anchor_weights(self, rows: Rows, mask: Tensor) -> Tensor:
         """Compute [N] detached weights of anchors."""
         if isinstance(self.anchors, Tensor):
             return self.anchors.detach().to(rows.alpha.dtype)

@@ -17,7 +17,7 @@ after the forward pass; backward only scales it. Retained: [N, K, H] and, on req
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -28,9 +28,18 @@ from torch import Tensor
 from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.api import check_rows, statistics
 from rlpipe.drafts.loss.definitions import Objective
-from rlpipe.drafts.loss.rows import Backend, Measured, Rows, first_choices, measure, resolve_backend
+from rlpipe.drafts.loss.rows import (
+    Backend,
+    Measured,
+    Rows,
+    first_choices,
+    keep_largest,
+    measure,
+    resolve_backend,
+)
 from rlpipe.drafts.loss.stats import MtpStats
 from rlpipe.drafts.loss.torch_rows import compute_dtype
+from rlpipe.drafts.objectives.supervised import feature_distance
 from rlpipe.drafts.vocabulary import spread
 
 CHUNK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of draft logits held at once
@@ -98,7 +107,13 @@ def linear_mtp_loss(
     head_weight = head_weight if train_head else head_weight.detach()
     total = _LinearTotal.apply(draft_hidden, head_weight, walk)
     assert walk.result is not None
-    weight, stats = walk.result
+    weight, stats, rows = walk.result
+
+    if objective.formula.features:
+        weights = objective.anchor_weights(rows, mask)[:, None] * mask
+        features = (weights * feature_distance(draft_hidden, target_hidden).where(mask, 0)).sum()
+        total = total + features
+        stats.loss += features.detach()
     return objective.divide(total, weight), stats
 
 
@@ -146,7 +161,7 @@ def linear_draft_rows(
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """The constants of one call, and its result other than the numerator: weight and statistics."""
+    """The constants of one call, and its result other than the numerator: weight, statistics and rows."""
 
     objective: Objective
     target_hidden: Tensor
@@ -160,7 +175,7 @@ class _Walk:
     chunk_bytes: int | None
     wants_gradient: bool
     anchors: list[int] = field(init=False)  # those with an unmasked row
-    result: tuple[Tensor, MtpStats] | None = None
+    result: tuple[Tensor, MtpStats, Rows] | None = None
 
     def __post_init__(self) -> None:
         self.anchors = self.mask.any(1).nonzero().flatten().tolist()
@@ -201,6 +216,16 @@ class _Walk:
             backend=self.backend,
             keep_bits=False,
         )
+
+    def measured_for_loss(
+        self, part: slice, logits: Sequence[Tensor], measured: Measured
+    ) -> tuple[tuple[Tensor, Tensor], Measured]:
+        """Return logits and rows that the loss reads: of the draft's largest logits, where it says so."""
+        draft, target = logits
+        if (top := self.objective.formula.top) is None:
+            return (draft, target), measured
+        largest = keep_largest(draft, top, self.group)
+        return (largest, target), self.measured(part, largest, target)
 
     def coefficients(self, rows: Rows, part: slice) -> Tensor:
         """Return [len(Coefficients), C, K]: derivatives of the summed loss by some anchors' statistics."""
@@ -293,14 +318,16 @@ class _LinearTotal(torch.autograd.Function):
         draft_weight = walk.draft_weight(weight) if grad_hidden is not None else weight
 
         # Most objectives need one walk: a chunk's gradient depends on its own rows.
-        rows = Rows.zeros(walk.mask, compute_dtype(hidden))
+        rows, loss_rows = (Rows.zeros(walk.mask, compute_dtype(hidden)) for _ in range(2))
         for part, *logits in walk.chunks(hidden, weight):
             measured = walk.measured(part, *logits)
             rows.put(part, measured.rows)
+            used, measured = walk.measured_for_loss(part, logits, measured)
+            loss_rows.put(part, measured.rows)
             if grad_hidden is not None and not objective.whole_sequence:
                 walk.add_gradient(
                     part,
-                    (logits[0], logits[1]),
+                    used,
                     measured,
                     coefficients=walk.coefficients(measured.rows, part),
                     inputs=(hidden, draft_weight),
@@ -309,12 +336,13 @@ class _LinearTotal(torch.autograd.Function):
 
         # Others need all rows first, and the logits a second time.
         if grad_hidden is not None and objective.whole_sequence:
-            coefficients = walk.coefficients(rows, slice(None))
+            coefficients = walk.coefficients(loss_rows, slice(None))
             for part, *logits in walk.chunks(hidden, weight):
+                used, measured = walk.measured_for_loss(part, logits, walk.measured(part, *logits))
                 walk.add_gradient(
                     part,
-                    (logits[0], logits[1]),
-                    walk.measured(part, *logits),
+                    used,
+                    measured,
                     coefficients=coefficients[:, part],
                     inputs=(hidden, draft_weight),
                     grads=(grad_hidden, grad_weight),
@@ -322,10 +350,10 @@ class _LinearTotal(torch.autograd.Function):
         if needs_hidden and walk.group is not None:
             dist.all_reduce(grad_hidden, group=walk.group)
 
-        total, divisor = objective.total_and_weight(rows, walk.mask)
+        total, divisor = objective.total_and_weight(loss_rows, walk.mask)
         has_tokens = walk.tokens is not None
         stats = statistics(objective, rows, walk.mask, total=total, weight=divisor, has_tokens=has_tokens)
-        walk.result = divisor, stats
+        walk.result = divisor, stats, loss_rows
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.head_dtype = weight.dtype
         return total

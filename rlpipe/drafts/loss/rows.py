@@ -216,6 +216,23 @@ def row_statistics(
     return Rows(**dict(zip(names, out, strict=True)))
 
 
+def keep_largest(logits: Tensor, count: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Set all but the largest logits of each row to -inf, over the shards of `group`: [..., V] -> same.
+
+    Differentiable. Logits equal to the last of the `count` are retained as well.
+
+    >>> keep_largest(torch.tensor([3.0, 1.0, 2.0]), 2, None).tolist()
+    [3.0, -inf, 2.0]
+    """
+    largest = logits.detach().topk(min(count, logits.shape[-1]), -1).values
+    if group is not None:
+        shards = [torch.empty_like(largest) for _ in range(group.size())]
+        dist.all_gather(shards, largest.contiguous(), group)
+        largest = torch.cat(shards, -1)
+        largest = largest.topk(min(count, largest.shape[-1]), -1).values
+    return logits.masked_fill(logits.detach() < largest[..., -1:], -torch.inf)
+
+
 class _RowStatistics(torch.autograd.Function):
     @staticmethod
     def forward(

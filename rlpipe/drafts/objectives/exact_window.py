@@ -66,8 +66,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.windows.rollout import Rollout, logprobs_of
-from rlpipe.drafts.windows.totals import PpowTotals, Total
+from rlpipe.drafts.windows.rollout import Rollout, kl_sum, logprobs_of
+from rlpipe.drafts.windows.totals import PpowTotals
 
 
 def speedup(accepted: Tensor, depths: int, draft_cost: float) -> Tensor:
@@ -172,23 +172,6 @@ def windows_loss(
     """
     log_q, log_p, tokens = rollout.logprobs, rollout.target_logprobs[:, :, :-1], rollout.tokens
     value = expected_speedup(log_q, log_p, tokens, draft_cost=rollout.draft_cost, block=block)
-    group, depths = tokens.shape[1:]
-    total = -depths * value.sum()
-
-    detached, verified = log_q.detach(), rollout.verified
-    even = (verified.rewards == verified.rewards[:, :1]).all(1, keepdim=True).expand_as(value)
-    sums = {
-        Total.WINDOWS: value.numel(),
-        Total.DRAFTS: tokens.numel(),
-        Total.LOSS: total.detach(),
-        Total.REWARD: verified.rewards.sum(),
-        Total.ACCEPTED: verified.num_accepted.sum(),
-        Total.REJECTED: (verified.num_accepted == 0).sum(),
-        Total.CLOSE: 0,
-        Total.EVEN: even.sum(),
-        Total.KL: (detached.exp() * (detached - log_p)).sum(dtype=torch.float64),
-        Total.CLIPPED: 0,
-        Total.SCORE: rollout.windows.scores.sum() * group,
-        Total.HARD: hard * value.numel(),
-    }
-    return total, PpowTotals.from_values(sums, log_q.device)
+    total = -tokens.shape[-1] * value.sum()
+    kl = kl_sum(log_q, log_p)
+    return total, PpowTotals.from_rollout(rollout, hard, loss=total, kl=kl)

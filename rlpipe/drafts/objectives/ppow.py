@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.windows.reward import expected_reward, window_reward
+from rlpipe.drafts.objectives.exact_window import speedup
+from rlpipe.drafts.windows.reward import expected_reward, proximity_reward, window_reward
 from rlpipe.drafts.windows.rollout import Rollout, logprobs_of
-from rlpipe.drafts.windows.totals import PpowTotals, Total
+from rlpipe.drafts.windows.totals import PpowTotals
 
 DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
 
@@ -130,6 +131,23 @@ def reward(
     return window_reward(num_accepted, gap, **rules)
 
 
+def measured_reward(
+    num_accepted: Tensor, accept_prob: Tensor, gap: Tensor, *, draft_cost: float, config: PpowConfig
+) -> Tensor:
+    """Compute the reward of a measured speed-up, (1 + k) / (1 + c K) + 1[k = 0] R_dist (PPOW App. D).
+
+    A step takes as long whatever is accepted, so the speed-up that a clock shows is linear in k. Advantages
+    compare siblings and divide by their deviation: without R_dist they do not depend on c, and are those of
+    the number accepted. Arguments as of `reward`; draft_cost: c measured, as the report prints it.
+    """
+    rejected = (num_accepted == 0).float()
+    if config.expected_reward:
+        num_accepted, rejected = accept_prob.cumprod(-1).sum(-1), 1 - accept_prob[..., 0]
+
+    close = proximity_reward(gap, config.proximity, config.tolerance)
+    return speedup(num_accepted, accept_prob.shape[-1], draft_cost) + rejected * close
+
+
 def windows_loss(
     rollout: Rollout, hard: float, config: PpowConfig, *, exact: bool = False
 ) -> tuple[Tensor, PpowTotals]:
@@ -148,8 +166,7 @@ def windows_loss(
         clip=config.clip,
         kl_coef=config.kl_coef,
     )
-    total, group = mean * stats.tokens, verified.rewards.shape[1]
-    even = (verified.rewards == verified.rewards[:, :1]).all(1, keepdim=True).expand_as(verified.rewards)
+    total = mean * stats.tokens
 
     # The value of the loss stays the published one: of the missing term only the gradient counts.
     if exact:
@@ -164,18 +181,4 @@ def windows_loss(
         ).sum()
         total = total - (missing - missing.detach())
 
-    sums = {
-        Total.WINDOWS: verified.rewards.numel(),
-        Total.DRAFTS: stats.tokens,
-        Total.LOSS: total.detach(),
-        Total.REWARD: verified.rewards.sum(),
-        Total.ACCEPTED: verified.num_accepted.sum(),
-        Total.REJECTED: (verified.num_accepted == 0).sum(),
-        Total.CLOSE: verified.close.sum(),
-        Total.EVEN: even.sum(),
-        Total.KL: stats.kl,
-        Total.CLIPPED: stats.clipped,
-        Total.SCORE: rollout.windows.scores.sum() * group,
-        Total.HARD: hard * verified.rewards.numel(),
-    }
-    return total, PpowTotals.from_values(sums, log_q.device)
+    return total, PpowTotals.from_rollout(rollout, hard, loss=total, kl=stats.kl, clipped=stats.clipped)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 LK_DECAY = 3.0
 DEPTH_DECAY = 0.8
+TAU_MAX = 0.9
+TOP = 1000
+EAGLE1_TOKENS = 0.1
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -41,7 +44,9 @@ class Supervised:
     by_depth: rows -> loss of each drafted token, [N, K]. by_chain: rows and mask, without gaps -> expected
     accepted drafts of each anchor, [N]. by_sequence: rows, mask, turn_starts -> numerator and denominator.
     needs_tokens: whether realised tokens enter. needs_target: whether it has a KL term, whose gradient reads
-    the target again.
+    the target again. top: the number of largest draft logits that the rows are measured over (their
+    statistics are still those of all); None for all. features: whether `feature_distance` is added, which
+    needs hidden states.
     """
 
     by_depth: Callable[[Rows], Tensor] | None = None
@@ -49,6 +54,8 @@ class Supervised:
     by_sequence: Callable[[Rows, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     needs_tokens: bool = False
     needs_target: bool = False
+    top: int | None = None
+    features: bool = False
 
 
 def hard_ce(rows: Rows) -> Tensor:
@@ -76,11 +83,44 @@ def reverse_kl(rows: Rows) -> Tensor:
 def tv(rows: Rows) -> Tensor:
     """Compute the rejected mass, 1 - alpha: [N, K]. Source: Bebop Eq. 10, 11.
 
-    Over the full vocabulary and unbounded, as in the paper's runs. Left out are two options of its kernel
-    (App. F, Alg. 1): the clamp of the loss at tau_max, of which it gives no value, and the estimate from the
-    K largest draft logits, which it found unstable (section 7.8, Fig. 14b).
+    Over the full vocabulary and unbounded, as in the paper's runs. Two options of its kernel are `tv_clamp`
+    and `tv_top`.
     """
     return 1 - rows.alpha
+
+
+def tv_clamp(rows: Rows) -> Tensor:
+    """Compute min(1 - alpha, tau_max), tau_max = 0.9: [N, K]. Source: Bebop App. F, Alg. 1, line 15.
+
+    A row beyond the clamp has no gradient. The paper gives no value of tau_max; this one is ours.
+    """
+    return (1 - rows.alpha).clamp(max=TAU_MAX)
+
+
+def eagle1(rows: Rows) -> Tensor:
+    """Compute 0.1 KL(p || q), the part of EAGLE-1's loss that is about tokens: [N, K].
+
+    The other part, of weight 1, is `feature_distance`. Source: EAGLE (arXiv 2401.15077, section 4.2), with
+    KL for its cross-entropy against the target's distribution, which has the same gradient.
+    """
+    return EAGLE1_TOKENS * rows.kl
+
+
+def feature_distance(draft_hidden: Tensor, target_hidden: Tensor) -> Tensor:
+    """Compute SmoothL1(f, g) averaged over the H features: [N, K].
+
+    draft_hidden: [N, K, H] that the head multiplies. target_hidden: [N + extra, H]; depth k at anchor n is
+    compared with row n + k, rows beyond the end with the last one. Source: EAGLE, section 4.2.
+
+    >>> feature_distance(torch.tensor([[[3.0, 0.5]]]), torch.tensor([[9.0, 9.0], [1.0, 0.5]])).tolist()
+    [[0.75]]
+    """
+    anchors, depths = (torch.arange(size, device=draft_hidden.device) for size in draft_hidden.shape[:2])
+    index = (anchors[:, None] + depths + 1).clamp(max=len(target_hidden) - 1)
+
+    dtype = torch.promote_types(draft_hidden.dtype, torch.float32)
+    pair = draft_hidden.to(dtype), target_hidden.detach()[index].to(dtype)
+    return torch.nn.functional.smooth_l1_loss(*pair, reduction="none").mean(-1)
 
 
 def tv_linear(rows: Rows) -> Tensor:
@@ -161,7 +201,10 @@ OBJECTIVES: dict[DraftObjective, Supervised] = {
     DraftObjective.TV: Supervised(by_depth=tv),
     DraftObjective.TV_LINEAR: Supervised(by_depth=tv_linear),
     DraftObjective.TV_DECAY: Supervised(by_depth=tv_decay),
+    DraftObjective.TV_CLAMP: Supervised(by_depth=tv_clamp),
+    DraftObjective.TV_TOP: Supervised(by_depth=tv, top=TOP),
     DraftObjective.LK: Supervised(by_depth=lk, needs_target=True),
+    DraftObjective.EAGLE1: Supervised(by_depth=eagle1, needs_target=True, features=True),
     DraftObjective.E2E_TV: Supervised(by_chain=e2e_tv),
     DraftObjective.E2E_CHAIN: Supervised(by_chain=e2e_chain, needs_tokens=True),
     DraftObjective.E2E_BLOCK: Supervised(by_chain=e2e_block, needs_tokens=True),

@@ -5,8 +5,10 @@ drafter; their settings are the section `ppow`.
 
     ppow          published: score-function term only, clipped, with a KL       `objectives.ppow`
     ppow_exact    the same with the pathwise term that it misses               `objectives.ppow`
+    ppow_measured published, with the speed-up of a step as its reward         `objectives.ppow`
     exact_window  exact gradient of the expected speed-up, chain verification  `objectives.exact_window`
     exact_block   the same under block verification                            `objectives.exact_window`
+    own_kl        KL(target || draft) after the draft's own tokens             `objectives.own_tokens`
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.objectives import exact_window, ppow
+from rlpipe.drafts.objectives import exact_window, own_tokens, ppow
 from rlpipe.drafts.windows.rollout import Rollout
 from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.spec.verify import verify_block, verify_chain
@@ -50,10 +52,14 @@ LOSSES: dict[DraftObjective, WindowObjective] = {
     DraftObjective.PPOW_EXACT: WindowObjective(
         loss=partial(ppow.windows_loss, exact=True), reward=ppow.reward, proximity=True
     ),
+    DraftObjective.PPOW_MEASURED: WindowObjective(
+        loss=ppow.windows_loss, reward=ppow.measured_reward, proximity=True
+    ),
     DraftObjective.EXACT_WINDOW: WindowObjective(loss=exact_window.windows_loss, reward=exact_window.reward),
     DraftObjective.EXACT_BLOCK: WindowObjective(
         loss=partial(exact_window.windows_loss, block=True),
         reward=partial(exact_window.reward, block=True),
         verify=verify_block,
     ),
+    DraftObjective.OWN_KL: WindowObjective(loss=own_tokens.windows_loss, reward=exact_window.reward),
 }

@@ -11,8 +11,7 @@ Owns the passes that `drafts.windows.training` calls, over as many rows as the t
 Windows of a row are adjacent in its cache; each attends to its prefix and itself, as nodes of a tree do
 (`Target.span`). Drafts are exactly the engine's: deeper steps attend to step 1 of the prefix and their own.
 
-Differs from an MTP layer's in the head, which belongs to the draft and is trained, and with a reduced
-vocabulary in the divergence that makes a position critical (`learnable_kl`).
+Differs from an MTP layer's in the head, which belongs to the draft and is trained.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.eagle3_model import Eagle3, Windows
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.protocols import Target
-from rlpipe.drafts.windows.rollout import SampledWindows
-from rlpipe.drafts.windows.selection import criticality
-
-LOGITS = {"cuda": 2**26, "cpu": 2**23}  # numbers of the logits held at once while positions are scored
+from rlpipe.drafts.windows.rollout import SampledWindows, criticality_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,13 +94,14 @@ class Eagle3Windows:
     indices: np.ndarray
     draft_cost: float
     vocab: int
+    known: Tensor | None
 
     def __init__(
         self, pair: Pair, tokens: np.ndarray, ahead: np.ndarray, *, lengths: np.ndarray, temperature: float
     ) -> None:
         """Read the texts. tokens, ahead: [B, T] read by target and draft. lengths: [B]."""
         self._pair, self._draft, self._target = pair, pair.draft, pair.target
-        self.vocab = pair.draft.shape.vocab
+        self.vocab, self.known = pair.draft.shape.vocab, pair.draft.ids
         self._shape, self._temperature = tokens.shape, temperature
         self._hidden, features = pair.read(tokens, lengths)
         past: list[tuple[Tensor, Tensor]] = []
@@ -116,19 +113,10 @@ class Eagle3Windows:
         """Return [R, L]: the criticality of the first draft from each token of the turns."""
         texts = torch.from_numpy(self.turns), torch.from_numpy(self.sampled)
         near = depth_targets(*texts, 1).mask[:, 0]
-        positions, states = (
-            self._move(self.indices.ravel()[near.numpy()]),
-            self._states.detach().flatten(0, 1),
-        )
-        critical, vocab = torch.zeros(near.shape), self._draft.shape.vocab
-
-        scores = []
-        for some in positions.split(max(1, LOGITS[positions.device.type] // vocab)):
-            log_q = self.draft_logprobs(states[some])
-            log_p = self.target_logprobs(self._hidden[some + 1])
-            entropy, kl = -(log_p.exp() * log_p).sum(-1), learnable_kl(log_p, log_q, self._draft.ids)
-            scores.append(criticality(entropy, kl, vocab))
-        critical[near] = torch.cat(scores).cpu()
+        positions = self._move(self.indices.ravel()[near.numpy()])
+        states = self._states.detach().flatten(0, 1)
+        critical = torch.zeros(near.shape)
+        critical[near] = criticality_of(self, states[positions], self._hidden[positions + 1]).cpu()
         return critical.view(self.turns.shape)
 
     def start(self, windows: SampledWindows, group: int) -> torch.device:
@@ -223,24 +211,6 @@ class _Ahead:
         span = self._target.span(0, positions.flatten(1), end, slots=slots, unseen=unseen)
         hidden = self._target.forward(text.flatten(), [span])
         return hidden.view(*text.shape, -1)[index]
-
-
-def learnable_kl(log_p: Tensor, log_q: Tensor, ids: Tensor | None) -> Tensor:
-    """Compute KL(P || Q) less the part that no training can lower, in nats: [..., V] twice -> [...].
-
-    With S the tokens that the draft knows (ids [S], None for all) the chain rule gives
-    KL = KL(P(S) || Q(S)) + P(S) KL(P(. | S) || Q(. | S)). Q(S) is fixed, and the first term about 60 P(not S)
-    (`drafts.eagle3_model.OUTSIDE`); the second is returned.
-
-    >>> p, q = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([0.5, 0.5, 1e-26]).log()
-    >>> learnable_kl(p, q, None) > 20, round(learnable_kl(p, q, torch.tensor([0, 1])).item(), 4)
-    (tensor(True), 0.1456)
-    """
-    if ids is not None:
-        log_p, log_q = log_p.index_select(-1, ids), log_q.index_select(-1, ids)
-        known = log_p.logsumexp(-1)
-        return (log_p.exp() * (log_p - log_q.log_softmax(-1))).sum(-1) - known.exp() * known
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def window_slots(config: PpowConfig, depths: int) -> int:

@@ -10,6 +10,8 @@ from typing import Protocol, Self, cast
 import numpy as np
 import torch
 
+from rlpipe.drafts.windows.selection import criticality, learnable_kl
+
 PART_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of the drafter's log-probabilities held at once
 
 
@@ -48,7 +50,8 @@ class WindowDrafter(Protocol):
 
     owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows:
     number of each row's trajectory in the batch. draft_cost: what a draft costs against a verify step.
-    vocab: V of every distribution, which is log-probabilities over the full vocabulary. Passes return
+    vocab: V of every distribution, which is log-probabilities over the full vocabulary. known: tokens that
+    the drafter knows, None for all. Passes return
     hidden states; `draft_logprobs` and `target_logprobs` make distributions of some of them, so that no more
     than `PART_BYTES` of these exist at once.
     """
@@ -59,6 +62,7 @@ class WindowDrafter(Protocol):
     rows: np.ndarray
     draft_cost: float
     vocab: int
+    known: torch.Tensor | None
 
     def criticality(self) -> torch.Tensor:
         """Return [R, L]: the criticality of the first draft from each token of the turns; 0 where none is."""
@@ -165,6 +169,20 @@ class Rollout(Drafts):
         return replace(parts, verified=Verified(**fields))
 
 
+def criticality_of(text: WindowDrafter, states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Compute the criticality of positions, whatever the drafter knows of the vocabulary (`learnable_kl`).
+
+    states: of the drafter [N, H]. target: of the target, where it predicts the same tokens [N, H]. Returns
+    [N]; distributions of as many positions as `PART_BYTES` holds exist at once.
+    """
+    scores = [torch.zeros(0, device=states.device)]
+    for part in window_parts(len(states), 1, 1, vocab=text.vocab, device=states.device):
+        log_q, log_p = text.draft_logprobs(states[part]), text.target_logprobs(target[part])
+        entropy, kl = -(log_p.exp() * log_p).sum(-1), learnable_kl(log_p, log_q, text.known)
+        scores.append(criticality(entropy, kl, text.vocab))
+    return torch.cat(scores)
+
+
 def window_parts(windows: int, group: int, depths: int, *, vocab: int, device: torch.device) -> list[slice]:
     """Return slices of windows, at least one each, whose float32 log-probabilities fill `PART_BYTES`.
 
@@ -173,6 +191,12 @@ def window_parts(windows: int, group: int, depths: int, *, vocab: int, device: t
     """
     step = max(1, PART_BYTES[device.type] // (4 * group * depths * vocab))
     return [slice(first, min(first + step, windows)) for first in range(0, windows, step)]
+
+
+def kl_sum(draft_logprobs: torch.Tensor, target_logprobs: torch.Tensor) -> torch.Tensor:
+    """Sum KL(draft || target) over drafts, in nats and without a gradient: [..., V] twice -> scalar."""
+    log_q = draft_logprobs.detach()
+    return (log_q.exp() * (log_q - target_logprobs)).sum(dtype=torch.float64)
 
 
 def logprobs_of(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

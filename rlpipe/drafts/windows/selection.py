@@ -26,6 +26,24 @@ def criticality(entropy: Tensor, kl: Tensor, vocab: int) -> Tensor:
     return confidence(entropy, vocab) * kl.clamp(min=0)
 
 
+def learnable_kl(log_p: Tensor, log_q: Tensor, ids: Tensor | None) -> Tensor:
+    """Compute KL(P || Q) less the part that no training can lower, in nats: [..., V] twice -> [...].
+
+    With S the tokens that the draft knows (ids [S], None for all) the chain rule gives
+    KL = KL(P(S) || Q(S)) + P(S) KL(P(. | S) || Q(. | S)). Q(S) is fixed, and the first term about 60 P(not S)
+    (`drafts.vocabulary.OUTSIDE`); the second is returned.
+
+    >>> p, q = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([0.5, 0.5, 1e-26]).log()
+    >>> learnable_kl(p, q, None) > 20, round(learnable_kl(p, q, torch.tensor([0, 1])).item(), 4)
+    (tensor(True), 0.1456)
+    """
+    if ids is not None:
+        log_p, log_q = log_p.index_select(-1, ids), log_q.index_select(-1, ids)
+        known = log_p.logsumexp(-1)
+        return (log_p.exp() * (log_p - log_q.log_softmax(-1))).sum(-1) - known.exp() * known
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 def window_scores(critical: Tensor, length: int) -> Tensor:
     """Compute s_j = mean of v_j .. v_{j+K-1}: [..., T] -> [..., T - K + 1].
 
@@ -39,13 +57,19 @@ def window_scores(critical: Tensor, length: int) -> Tensor:
     return critical.unfold(-1, length, 1).mean(-1)
 
 
-def hard_share(step: int, steps: int, *, start: float, end: float) -> float:
-    """Return the share of windows sampled by score at a step, 0-based, of `steps`: linear from start to end.
+def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 0) -> float:
+    """Return the share of windows sampled by score at a step, 0-based, of `steps`.
 
-    >>> [hard_share(step, 3, start=0.2, end=0.8) for step in range(3)]
-    [0.2, 0.5, 0.8]
+    0 in the first `after` steps, then linear from start to end. A run that is no longer than `after` has no
+    step of ADAW.
+
+    >>> [hard_share(step, 4, start=0.2, end=0.8, after=1) for step in range(4)]
+    [0.0, 0.2, 0.5, 0.8]
     """
-    return start + (end - start) * (min(step, steps - 1) / (steps - 1) if steps > 1 else 1.0)
+    if step < after:
+        return 0.0
+    last = steps - 1 - after
+    return start + (end - start) * (min(step - after, last) / last if last > 0 else 1.0)
 
 
 def window_distribution(scores: Tensor, hard: float) -> Tensor:

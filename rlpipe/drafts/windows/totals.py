@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlpipe.metrics.values import Mean, Value
+
+if TYPE_CHECKING:
+    from rlpipe.drafts.windows.rollout import Rollout
 
 
 class Total(IntEnum):
@@ -47,9 +50,31 @@ class PpowTotals:
         return cls(sums=torch.zeros(len(Total), dtype=torch.float64, device=device))
 
     @classmethod
-    def from_values(cls, values: Mapping[Total, Tensor | float], device: torch.device) -> PpowTotals:
-        """Collect scalars by name; every name must be there."""
-        totals = cls.zeros(device)
+    def from_rollout(
+        cls, rollout: Rollout, hard: float, *, loss: Tensor, kl: Tensor, clipped: Tensor | int = 0
+    ) -> PpowTotals:
+        """Sum over the windows of a rollout.
+
+        hard: the share of windows sampled by score. loss, clipped: sums over drafts. kl: the sum of
+        KL(draft || target) over drafts, nats.
+        """
+        verified, windows = rollout.verified, rollout.verified.rewards.numel()
+        even = (verified.rewards == verified.rewards[:, :1]).all(1, keepdim=True).expand_as(verified.rewards)
+        values = {
+            Total.WINDOWS: windows,
+            Total.DRAFTS: rollout.tokens.numel(),
+            Total.LOSS: loss.detach(),
+            Total.REWARD: verified.rewards.sum(),
+            Total.ACCEPTED: verified.num_accepted.sum(),
+            Total.REJECTED: (verified.num_accepted == 0).sum(),
+            Total.CLOSE: verified.close.sum(),
+            Total.EVEN: even.sum(),
+            Total.KL: kl,
+            Total.CLIPPED: clipped,
+            Total.SCORE: rollout.windows.scores.sum() * rollout.tokens.shape[1],
+            Total.HARD: hard * windows,
+        }
+        totals = cls.zeros(rollout.tokens.device)
         for name in Total:
             totals.sums[name] = values[name]
         return totals

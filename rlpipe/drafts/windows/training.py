@@ -85,7 +85,10 @@ class WindowTraining:
 
     def hard_share(self, step: int) -> float:
         """Return the share of windows sampled by their score in the update after `step` others."""
-        return hard_share(step, self._steps, start=self._config.hard_start, end=self._config.hard_end)
+        config = self._config
+        return hard_share(
+            step, self._steps, start=config.hard_start, end=config.hard_end, after=config.hard_after
+        )
 
     def rollout(self, text: WindowDrafter, step: int) -> Rollout | None:
         """Sample windows, draft and verify; None where no turn is long enough for a window."""

@@ -35,7 +35,9 @@ def test_what_is_written_is_read_again():
     assert again.online and again.windows and again.supervised is DraftObjective.E2E_TV
 
 
-@pytest.mark.parametrize("name", ["ppow", "ppow_exact", "exact_window", "exact_block"])
+@pytest.mark.parametrize(
+    "name", ["ppow", "ppow_exact", "ppow_measured", "exact_window", "exact_block", "own_kl"]
+)
 def test_objectives_on_windows_are_not_supervised(name):
     assert DraftObjective(name) not in SUPERVISED and DraftConfig(objective=name).windows
-    assert len(SUPERVISED) + 4 == len(DraftObjective)
+    assert len(SUPERVISED) + 6 == len(DraftObjective)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting
+from rlpipe.config.draft_objectives import FROM_LOGITS, AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
+from rlpipe.drafts.objectives.supervised import OBJECTIVES, Supervised, tv
 from rlpipe.drafts.vocabulary import OUTSIDE
 from tests.helpers.draft_oracle import stack_depths
 
@@ -75,7 +76,7 @@ class Case:
         return loss, *torch.autograd.grad(loss, [self.draft, self.weight]), stats
 
 
-@pytest.mark.parametrize("kind", SUPERVISED)
+@pytest.mark.parametrize("kind", FROM_LOGITS)
 def test_a_reduced_vocabulary_equals_autograd_of_the_spread_logits(kind):
     case, settings = Case(), {"temperature": 0.7, "anchors": AnchorWeighting.VISIT}
     loss, by_hidden, by_weight, stats = case.reduced(kind, **settings)
@@ -102,7 +103,7 @@ def test_losses_of_the_overlap_are_those_of_a_draft_that_is_zero_outside(kind):
 
 
 @pytest.mark.parametrize("anchors", AnchorWeighting)
-@pytest.mark.parametrize("kind", SUPERVISED)
+@pytest.mark.parametrize("kind", FROM_LOGITS)
 def test_fused_loss_gradients_and_statistics_equal_those_of_whole_logits(kind, anchors):
     case = Case()
     loss, by_hidden, by_weight, stats = case.whole(kind, anchors=anchors, temperature=0.7)
@@ -113,6 +114,20 @@ def test_fused_loss_gradients_and_statistics_equal_those_of_whole_logits(kind, a
         torch.testing.assert_close(found[2], 2 * by_weight, atol=1e-6, rtol=1e-5)  # summed in float32
         for field in fields(MtpStats):
             torch.testing.assert_close(getattr(found[3], field.name), getattr(stats, field.name))
+
+
+@pytest.mark.parametrize("anchors", AnchorWeighting)
+def test_the_largest_logits_of_a_chunk_are_those_of_whole_logits(anchors, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, DraftObjective.TV_TOP, Supervised(by_depth=tv, top=7))
+    case = Case()
+    loss, by_hidden, by_weight, stats = case.whole("tv_top", anchors=anchors, temperature=0.7)
+    for anchors_per_chunk in (2, 100):
+        found = case.fused("tv_top", anchors_per_chunk, anchors=anchors, temperature=0.7)
+        assert found[0].item() == pytest.approx(loss.item(), abs=1e-12)
+        torch.testing.assert_close(found[1], 2 * by_hidden, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(found[2], 2 * by_weight, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found[3].alpha, stats.alpha)
+    assert loss.item() > case.whole("tv", anchors=anchors, temperature=0.7)[0].item() + 1e-3
 
 
 def test_given_weights_and_normalizer_follow_their_anchors_through_chunks():

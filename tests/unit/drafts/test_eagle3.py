@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from rlpipe.config.draft_objectives import SUPERVISED
+from rlpipe.config.draft_objectives import FROM_LOGITS
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
 from rlpipe.drafts.eagle3_model import Eagle3
@@ -120,7 +120,7 @@ def test_deeper_steps_train_the_states_they_read(target):
     assert draft.fc.weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", SUPERVISED)
+@pytest.mark.parametrize("kind", FROM_LOGITS)
 def test_any_loss_is_finite_over_the_whole_vocabulary(target, kind):
     """A token outside the reduced vocabulary has (almost) no probability, and alpha is the exact overlap."""
     ids = [3, 4, 9, 20, 63]

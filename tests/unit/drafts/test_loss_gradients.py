@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting
+from rlpipe.config.draft_objectives import FROM_LOGITS, AnchorWeighting
 from rlpipe.drafts.loss import mtp_loss
 from rlpipe.drafts.visit import visit_probabilities
 from tests.helpers.mtp_reference import random_case, reference_loss
 
 pytestmark = pytest.mark.unit
-KINDS = SUPERVISED
+KINDS = FROM_LOGITS
 SAMPLED_CHAINS = ("e2e_chain", "e2e_block", "verify_steps")
 
 

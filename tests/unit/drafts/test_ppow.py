@@ -12,7 +12,6 @@ import torch
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.objectives.ppow import group_advantages, ppow_loss
 from rlpipe.drafts.vocabulary import OUTSIDE
-from rlpipe.drafts.windows.eagle3 import learnable_kl
 from rlpipe.drafts.windows.reward import (
     acceptance_distribution,
     expected_reward,
@@ -25,6 +24,7 @@ from rlpipe.drafts.windows.selection import (
     confidence,
     criticality,
     hard_share,
+    learnable_kl,
     sample_windows,
     window_distribution,
     window_scores,

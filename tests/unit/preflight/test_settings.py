@@ -9,6 +9,7 @@ from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.decoupled import DecoupledConfig
 from rlpipe.config.draft import DraftConfig, DraftTrain
 from rlpipe.config.draft_objectives import DraftObjective
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
@@ -82,6 +83,18 @@ def test_what_gated_delta_nets_cannot_have_is_refused_with_what_to_use_instead(t
         config.trainer = trainer
         with pytest.raises(ValueError, match=words):
             check(config)
+
+
+def test_features_are_not_compared_with_a_draft_that_has_another_head(tmp_path):
+    config = Config(
+        task=Task.MTP_ADAPT,
+        run=RunSettings(dir=str(tmp_path / "run")),
+        draft=DraftConfig(objective=DraftObjective.EAGLE1),
+    )
+    check(config)
+    config.adapt.drafter = Drafter.EAGLE3
+    with pytest.raises(ValueError, match=r"draft.objective=eagle1 .* set draft.objective=kl"):
+        check(config)
 
 
 @pytest.mark.parametrize("slope", [[-0.1], [0.0, 1.0, 0.5], [0.0, float("nan"), 1.0]])

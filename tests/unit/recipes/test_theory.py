@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from recipes import theory
+from rlpipe.drafts.loss import mtp_loss
 from rlpipe.spec.verify import verify_chain
 from tests.helpers.verification_law import Process, all_drafts
 
@@ -88,6 +89,104 @@ def test_geometric_length_is_leviathans_closed_form():
     lengths = theory.geometric_length(alpha, 4)
     assert torch.allclose(lengths[:3], (1 - alpha[:3] ** 5) / (1 - alpha[:3]))
     assert lengths[3] == 5
+
+
+def _of_all_entropies() -> torch.Tensor:
+    """Distributions over 40 tokens from nearly certain to uniform, [400, 40]."""
+    generator = torch.Generator().manual_seed(2)
+    scale = torch.linspace(0, 8, 400, dtype=torch.float64)[:, None]
+    return (scale * torch.randn(400, 40, generator=generator, dtype=torch.float64)).softmax(-1)
+
+
+def test_the_largest_probability_lies_between_its_bounds_by_entropy():
+    """exp(-H) <= max p (Bebop Eq. 20); uniform, and one token beside a uniform rest, attain the bounds."""
+    p = _of_all_entropies()
+    low, high = theory.target_only_bounds(p)
+    largest = p.amax(-1)
+    assert (low <= largest + EXACT).all() and (largest <= high + EXACT).all()
+    assert theory.entropy(p).min() < 0.1 and theory.entropy(p).max() > 3.6
+
+    uniform = torch.full((40,), 1 / 40, dtype=torch.float64)
+    peaked = torch.cat((torch.tensor([0.6], dtype=torch.float64), torch.full((39,), 0.4 / 39).double()))
+    assert theory.target_only_bounds(uniform)[0].item() == pytest.approx(1 / 40)
+    assert theory.target_only_bounds(peaked)[1].item() == pytest.approx(0.6)
+    assert theory.entropy(uniform).exp().item() == pytest.approx(40)  # effective support
+
+
+def test_target_only_falls_with_entropy_and_no_draft_does_better_than_the_bound():
+    p = _of_all_entropies()
+    _, high = theory.target_only_bounds(p)
+    for seed in range(5):
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        assert (theory.target_only_alpha(p, (p.log() + noise).softmax(-1)) <= high + EXACT).all()
+    order = torch.stack((theory.entropy(p), p.amax(-1))).argsort(-1).argsort(-1).double()
+    assert torch.corrcoef(order)[0, 1] < -0.95  # Proposition 1: by ranks
+
+
+def test_pinskers_bound_holds_with_the_root_and_not_as_it_is_printed():
+    p, q = _random_pair(500)
+    near = 0.97 * p + 0.03 * q
+    for a, b in ((p, q), (q, p), (p, near), (near, p)):
+        kl = (a * (a / b).log()).sum(-1)
+        assert (theory.rejection_alpha(p, b if a is p else a) >= theory.pinsker(kl) - EXACT).all()
+    kl = (p * (p / near).log()).sum(-1)
+    assert (theory.total_variation(p, near) > kl / 2).all()
+
+
+def test_a_swap_of_ranks_costs_target_only_and_hardly_costs_rejection():
+    """Bebop section 7.3: .31 and .29 trade places. Target-only drafts the old first token."""
+    draft = torch.tensor([0.31, 0.29, 0.4 / 4, 0.4 / 4, 0.4 / 4, 0.4 / 4], dtype=torch.float64)
+    moved = draft[[1, 0, 2, 3, 4, 5]]
+    assert theory.rejection_alpha(draft, draft).item() == pytest.approx(1)
+    assert theory.rejection_alpha(moved, draft).item() == pytest.approx(0.98)
+
+    # By the paper's own Eq. 1 target-only loses as little: .31 to .29. Its jump from accepted to rejected is
+    # that of greedy decoding, where the only token accepted is the target's first.
+    assert theory.target_only_alpha(draft, draft).item() == pytest.approx(0.31)
+    assert theory.target_only_alpha(moved, draft).item() == pytest.approx(0.29)
+    greedy = torch.nn.functional.one_hot(moved.argmax(), 6).double()
+    assert theory.target_only_alpha(greedy, draft).item() == 0
+
+
+@pytest.mark.parametrize(("exponent", "doubles"), [(0, True), (1, False)])
+def test_uniform_mismatch_adds_up_over_the_support_and_proportional_mismatch_does_not(exponent, doubles):
+    """Bebop Eq. 26 and 33-43: TV = sigma n / 2 over n equal tokens against delta / 2, whatever n is."""
+    distances = []
+    for count in (10, 20):
+        p = torch.full((1, count), 1 / count, dtype=torch.float64)
+        signs = torch.tensor([1.0, -1.0]).repeat(count // 2)
+        q = p + 0.02 * signs * (p * 10) ** exponent
+        distances.append(theory.total_variation(p, q).item())
+    assert distances[0] == pytest.approx(0.02 * 10 / 2)
+    assert distances[1] == pytest.approx(distances[0] * (2 if doubles else 1))
+
+    # The fit finds the exponent where tokens differ.
+    p = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.15, 0.05]], dtype=torch.float64)
+    q = p + 0.01 * p**exponent * torch.tensor([1.0, -1, 1, -1, 1, -1])
+    assert theory.mismatch_exponent(p, q).item() == pytest.approx(exponent, abs=1e-9)
+
+
+def _trained(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target and trained draft, [96, 300] each; the draft sees half of what the target's logits depend on."""
+    generator = torch.Generator().manual_seed(seed)
+    states, head = (torch.randn(n, 12, generator=generator) for n in (96, 300))
+    target = torch.linspace(0.3, 1.5, 96)[:, None] * (states @ head.T) - torch.arange(1, 301).log()
+    weight = (0.01 * torch.randn(300, 6, generator=generator)).requires_grad_()
+    bias = torch.zeros(300, requires_grad=True)
+    optimizer, mask = torch.optim.Adam([weight, bias], lr=2e-2), torch.ones(96, 1).bool()
+    for _ in range(150):
+        loss, _ = mtp_loss(kind, (states[:, :6] @ weight.T + bias)[:, None], target[:, None], mask=mask)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return target.softmax(-1), (states[:, :6] @ weight.T + bias).softmax(-1).detach()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_neither_kl_nor_tv_leaves_the_mismatch_that_the_propositions_assume(seed):
+    """What is found where drafts lack capacity: nothing uniform after KL, and less proportional after TV."""
+    by_kl, by_tv = (theory.mismatch_exponent(*_trained(kind, seed)).item() for kind in ("kl", "tv"))
+    assert 0.5 < by_tv < by_kl < 0.95
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.3])
