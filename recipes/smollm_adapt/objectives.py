@@ -1,0 +1,345 @@
+"""Objectives of a draft from one start on SmolLM2: equal steps, a learning rate for each arm, seeds as unit.
+
+    python -m recipes.smollm_adapt.objectives [--out recipes/smollm_adapt/objectives] [--arms hard_ce kl ...]
+
+1 start   the layer in closed form, and some steps of soft KL: the start of every arm
+2 sweep   each arm at each learning rate with a seed of its own; the best on held-out answers that are not
+          those of the result
+3 cells   each arm at its rate, for each seed: which answers, in which order
+
+Hidden states of the frozen model are computed once, and the draft knows the most frequent tokens only; a last
+column holds the target's mass on all others, so every divergence is that over the full vocabulary up to a
+constant. The losses are `rlpipe.drafts.loss`. Measured on held-out answers, in and out of domain: the
+expected accepted drafts of a window of three, exact in the mean over the target's tokens, under rejection and
+target-only, and what Bebop's Fig. 10 and 11 show of a draft. A finished cell is not repeated. The unit of
+every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Writes results.json,
+table.md and the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipes import theory
+from recipes.runs import over_seeds
+from recipes.smollm_adapt.texts import Text, other_answers, read, shipped_answers
+from recipes.smollm_rl.make_layer import DEPTHS, Layer, choose_table, compute_states
+from rlpipe.config.paths import resolve_model
+from rlpipe.convert.closed_form import fit_input_proj, start_layer
+from rlpipe.convert.gguf import quiet
+from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
+from rlpipe.drafts.vocabulary import OUTSIDE
+from rlpipe.models.checkpoint import MTP_PREFIX
+
+ARMS = ("hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "e2e_chain", "lk", "tv_top")
+BASELINES = ("kl", "e2e_tv")
+START_SEED, SWEEP_SEED = 1001, 1000
+FITTED = 60  # sequences of the closed form
+
+
+class Drafts:
+    """The layer, the part of the head that it multiplies, and losses of some texts."""
+
+    def __init__(self, model: Any, table: Tensor, weights: dict[str, Tensor]) -> None:
+        self._layer, self._table = Layer(model, weights), table
+        self._head = model.get_output_embeddings().weight.detach()
+        self.weights = self._layer.weights
+        self._known = torch.full((len(self._head),), len(table))
+        self._known[table] = torch.arange(len(table))
+
+    def rows(self, texts: Sequence[Text]) -> dict[str, Tensor]:
+        """Compute logits [N, K, D + 1], mask and tokens [N, K] of the anchors that draft anything."""
+        found: dict[str, list[Tensor]] = {"draft": [], "target": [], "mask": [], "tokens": []}
+        ids, sampled, hidden, normaliser = (
+            torch.nn.utils.rnn.pad_sequence([getattr(t, name) for t in texts], batch_first=True)
+            for name in ("ids", "sampled", "hidden", "normaliser")
+        )
+        mask = depth_targets(ids, sampled, DEPTHS).mask.view(*ids.shape, DEPTHS)
+        anchors = mask.any(-1)
+        rows = self._head[self._table]
+        for depth, state in enumerate(self._layer.unroll(hidden.float(), ids), 1):
+            logits = F.linear(state[anchors].bfloat16(), rows).float()
+            rest = logits.detach().logsumexp(-1, keepdim=True) + OUTSIDE
+            found["draft"].append(torch.cat((logits, rest), -1))
+
+            with torch.no_grad():
+                at = hidden.roll(-depth, 1)[anchors], normaliser.roll(-depth, 1)[anchors]
+                log_p = F.linear(at[0], rows).float() - at[1][:, None]
+                other = torch.log1p(-log_p.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+                found["target"].append(torch.cat((log_p, other), -1))
+            found["tokens"].append(self._known[ids.roll(-depth - 1, 1)[anchors]])
+        return {name: torch.stack(x, 1) for name, x in found.items() if x} | {"mask": mask[anchors]}
+
+    def loss(self, kind: str, texts: Sequence[Text]) -> tuple[Tensor, MtpStats]:
+        """Compute the loss of an objective, and statistics."""
+        rows = self.rows(texts)
+        return mtp_loss(kind, rows["draft"], rows["target"], mask=rows["mask"], tokens=rows["tokens"])
+
+    @torch.no_grad()
+    def measure(self, texts: Sequence[Text]) -> dict[str, float]:
+        """Compute accepted drafts of a window, and means over first drafts of what statistics there are."""
+        sums, windows = [], []
+        for start in range(0, len(texts), 4):
+            rows = self.rows(texts[start : start + 4])
+            mask = rows["mask"]
+            _, stats = mtp_loss("e2e_tv", rows["draft"], rows["target"], mask=mask, tokens=rows["tokens"])
+            sums.append(stats)
+
+            whole = mask.all(-1)
+            log_q, log_p = (rows[name][whole].log_softmax(-1) for name in ("draft", "target"))
+            tokens, best = rows["tokens"][whole][..., None], log_q.argmax(-1, keepdim=True)
+            q_x, p_x = (x.gather(-1, tokens)[..., 0] for x in (log_q, log_p))
+            alphas = torch.minimum(log_q.exp(), log_p.exp()).sum(-1)
+            top = torch.where(tokens == best, 0.0, -torch.inf)[..., 0]
+            target_only = log_p.gather(-1, best)[..., 0].exp()
+            both = [(q_x, alphas), (top, target_only)]
+            windows.append(torch.stack([theory.chain_reach_target(p_x, *pair).sum(-1) for pair in both], -1))
+        stats = sum(sums[1:], sums[0])
+        names = (
+            "alpha",
+            "draft_entropy",
+            "target_entropy",
+            "kl",
+            "reverse_kl",
+            "target_above",
+            "draft_above",
+        )
+        found = {name: (getattr(stats, name) / stats.count)[0].item() for name in names}
+        accepted = torch.cat(windows).mean(0).tolist()
+        return {"rejection": accepted[0], "target_only": accepted[1], **found}
+
+
+def train(
+    drafts: Drafts, kind: str, texts: Sequence[Text], *, lr: float, seed: int, steps: int, batch: int
+) -> float:
+    """Train by AdamW after one step of warm-up; return the processor seconds."""
+    started, rng = time.process_time(), np.random.default_rng(seed)
+    weights = list(drafts.weights.values())
+    optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    order = np.concatenate([rng.permutation(len(texts)) for _ in range(steps * batch // len(texts) + 1)])
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 3)
+        optimizer.zero_grad()
+        loss, _ = drafts.loss(kind, [texts[i] for i in order[step * batch : (step + 1) * batch]])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+    return time.process_time() - started
+
+
+class Study:
+    """Texts, the start and finished cells."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoModelForCausalLM
+
+        path = resolve_model("smollm2")
+        with quiet():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.args = args
+        training, held_out = shipped_answers(self._model.config.vocab_size)
+        self._table = choose_table(training, args.table, self._model.config.vocab_size)
+        training = [training[i] for i in np.random.default_rng(0).permutation(len(training))[: args.texts]]
+        self._training = read(self._model, training)
+        count = args.eval_texts
+        self._sets = {
+            "sweep": read(self._model, held_out[:count]),
+            "in domain": read(self._model, held_out[count : 2 * count]),
+            "out of domain": read(self._model, other_answers(path, count)),
+        }
+        self._cells = args.out / "cells"
+        self._cells.mkdir(parents=True, exist_ok=True)
+        self._start = self._make_start(training)
+        self.start = self._measure(self._drafts())
+
+    def _make_start(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Fit the closed form and warm it up by soft KL."""
+        _, states = compute_states(self._model, samples[:FITTED], set(range(FITTED)))
+        projection, _ = fit_input_proj(states, self._model.config.rms_norm_eps)
+        drafts = Drafts(self._model, self._table, start_layer(self._model, projection, torch.float32))
+        if self.args.warm_steps:
+            settings = {
+                "lr": 1e-3,
+                "seed": START_SEED,
+                "steps": self.args.warm_steps,
+                "batch": self.args.batch,
+            }
+            train(drafts, "kl", self._training, **settings)
+        return {MTP_PREFIX + name: w.detach().clone() for name, w in drafts.weights.items()}
+
+    def _drafts(self) -> Drafts:
+        return Drafts(self._model, self._table, self._start)
+
+    def _measure(self, drafts: Drafts) -> dict[str, dict[str, float]]:
+        return {name: drafts.measure(texts) for name, texts in self._sets.items()}
+
+    def cell(self, arm: str, lr: float, seed: int) -> dict[str, Any]:
+        """Train and measure an arm, unless that was done."""
+        file = self._cells / f"{arm}_lr{lr:g}_seed{seed}.json"
+        if not file.is_file():
+            drafts, args = self._drafts(), self.args
+            seconds = train(drafts, arm, self._training, lr=lr, seed=seed, steps=args.steps, batch=args.batch)
+            found = {"arm": arm, "lr": lr, "seed": seed, "seconds": round(seconds, 1)} | self._measure(drafts)
+            file.write_text(json.dumps(found) + "\n")
+            print(f"{arm} lr {lr:g} seed {seed}: {found['in domain']['rejection']:.3f}", flush=True)
+        return json.loads(file.read_text())
+
+    def best_rate(self, arm: str) -> dict[str, Any]:
+        """Choose the learning rate of an arm; edge: whether it is the smallest or largest of those tried."""
+        tried = {lr: self.cell(arm, lr, SWEEP_SEED)["sweep"]["rejection"] for lr in self.args.lrs}
+        best = max(tried, key=tried.__getitem__)
+        edge = best in (min(tried), max(tried))
+        return {"lr": best, "edge": edge, "sweep": {f"{lr:g}": round(x, 4) for lr, x in tried.items()}}
+
+
+def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> dict[str, Any]:
+    """Compute means over seeds, gains on the start, and paired differences, each with its interval."""
+    table: dict[str, Any] = {}
+    for arm, found in cells.items():
+        row: dict[str, Any] = {"seconds": round(sum(c["seconds"] for c in found) / len(found), 1)}
+        for held_out in ("in domain", "out of domain"):
+            for rule in ("rejection", "target_only"):
+                values = [c[held_out][rule] for c in found]
+                one = {
+                    "mean": _estimate(values),
+                    "gain": _estimate([v - start[held_out][rule] for v in values]),
+                }
+                for other in BASELINES:
+                    if other in cells and other != arm:
+                        theirs = [c[held_out][rule] for c in cells[other]]
+                        one[f"minus {other}"] = _estimate(
+                            [a - b for a, b in zip(values, theirs, strict=True)]
+                        )
+                row[f"{held_out}, {rule}"] = one
+            for name in ("alpha", "kl", "reverse_kl", "target_above", "draft_above"):
+                row[f"{held_out}, {name}"] = _estimate([c[held_out][name] for c in found])
+            gaps = [c[held_out]["draft_entropy"] - c[held_out]["target_entropy"] for c in found]
+            row[f"{held_out}, entropy gap"] = _estimate(gaps)
+        table[arm] = row
+    return table
+
+
+def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Correlate over all trained drafts what Bebop's Fig. 10 shows; drafts of an arm are not independent."""
+    found = {}
+    for held_out in ("in domain", "out of domain"):
+        alpha, kl, reverse = (
+            np.array([c[held_out][n] for c in cells]) for n in ("alpha", "kl", "reverse_kl")
+        )
+        gap = np.array([c[held_out]["draft_entropy"] - c[held_out]["target_entropy"] for c in cells])
+        pairs = {"entropy gap": gap, "KL(target||draft)": kl, "KL(draft||target)": reverse}
+        found[held_out] = {n: round(float(np.corrcoef(x, alpha)[0, 1]), 3) for n, x in pairs.items()}
+    return found | {"drafts": len(cells)}
+
+
+def _estimate(values: Sequence[float]) -> list[float]:
+    found = over_seeds(values)
+    return [round(x, 4) for x in (found.value, found.interval.low, found.interval.high)]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Format the table, best in domain first."""
+    lines = [
+        "| arm | lr | accepted of 3 | minus kl | minus e2e_tv | out of domain | minus kl | target-only | s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    table = results["table"]
+    for arm in sorted(table, key=lambda a: -table[a]["in domain, rejection"]["mean"][0]):
+        row, chosen = table[arm], results["rates"][arm]
+        inside, outside = row["in domain, rejection"], row["out of domain, rejection"]
+        cells = [arm, f"{chosen['lr']:g}" + (" (edge)" if chosen["edge"] else ""), f"{inside['mean'][0]:.3f}"]
+        cells += [_interval(inside.get("minus kl")), _interval(inside.get("minus e2e_tv"))]
+        cells += [f"{outside['mean'][0]:.3f}", _interval(outside.get("minus kl"))]
+        cells += [f"{row['in domain, target_only']['mean'][0]:.3f}", f"{row['seconds']}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    start = results["start"]
+    cells = ["start", "", f"{start['in domain']['rejection']:.3f}", "", ""]
+    cells += [
+        f"{start['out of domain']['rejection']:.3f}",
+        "",
+        f"{start['in domain']['target_only']:.3f}",
+        "",
+    ]
+    return "\n".join([*lines, "| " + " | ".join(cells) + " |"]) + "\n"
+
+
+def _interval(found: Sequence[float] | None) -> str:
+    return "–" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
+
+
+def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
+    """Draw the gain of each arm on the start, with its interval, in and out of domain."""
+    from matplotlib.figure import Figure
+
+    from rlpipe.report.png import PALETTE, TEXT
+
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    axis, table = figure.subplots(), results["table"]
+    arms = sorted(table, key=lambda a: table[a]["in domain, rejection"]["gain"][0])
+    for offset, held_out, colour in ((0.12, "in domain", PALETTE[0]), (-0.12, "out of domain", PALETTE[1])):
+        gains = np.array([table[arm][f"{held_out}, rejection"]["gain"] for arm in arms])
+        error = np.abs(gains[:, 1:].T - gains[:, 0])
+        where = np.arange(len(arms)) + offset
+        axis.errorbar(gains[:, 0], where, xerr=error, fmt="o", ms=4, capsize=2, color=colour, label=held_out)
+    axis.set_yticks(range(len(arms)), arms)
+    axis.set_xlabel("more drafts accepted of 3 than at the start (95% over seeds)", color=TEXT)
+    axis.axvline(0, color="0.6", lw=0.8)
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(b=False)
+    for file in files:
+        figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/objectives"))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--warm-steps", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=3, help="texts of a step")
+    parser.add_argument("--texts", type=int, default=96, help="to train on")
+    parser.add_argument("--eval-texts", type=int, default=24, help="of each held-out set")
+    parser.add_argument("--table", type=int, default=2048, help="tokens of the draft")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what is missing; write results.json, table.md and the picture after every arm."""
+    args = arguments()
+    torch.set_num_threads(1)
+    study = Study(args)
+    results: dict[str, Any] = {
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "start": study.start,
+        "rates": {},
+    }
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for arm in args.arms:
+        results["rates"][arm] = study.best_rate(arm)
+        cells[arm] = [study.cell(arm, results["rates"][arm]["lr"], seed) for seed in args.seeds]
+        results["table"] = summary(cells, study.start)
+        results["correlations"] = correlations([c for found in cells.values() for c in found])
+        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (args.out / "table.md").write_text(markdown(results))
+    draw(results, [args.out / "objectives.svg", args.out / "objectives.png"])
+    print(markdown(results), json.dumps(results["correlations"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Answers of SmolLM2 with what the frozen model computes for them once, for the studies beside this file.
+
+In domain are the answers that ship with the model's MTP layer, every 25th of which that layer was not trained
+on. Out of domain are answers sampled here to prompts of kinds that are never trained on (maths, code,
+translation, HTML).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipes.smollm_rl.make_layer import HELD_OUT_EVERY, ROLLOUTS
+from recipes.smollm_rl.prompts import UNSCORED
+from rlpipe.config.paths import shipped
+from rlpipe.convert.closed_form import Sample
+from rlpipe.convert.samples import read_samples, sample_model
+
+OUT_OF_DOMAIN = ("maths", "code", "translation", "html")
+LONGEST = 192  # tokens of a sequence; what follows is cut off
+
+
+@dataclass(slots=True)
+class Text:
+    """A sequence of T tokens at temperature 1.
+
+    ids, sampled: [T]. hidden: [T, H] bfloat16, what the head multiplies. normaliser, entropy, top: of the
+    target's logits at each position, [T]: log-sum-exp, nats, most likely token.
+    """
+
+    ids: Tensor
+    sampled: Tensor
+    hidden: Tensor
+    normaliser: Tensor
+    entropy: Tensor
+    top: Tensor
+
+
+def shipped_answers(vocabulary: int) -> tuple[list[Sample], list[Sample]]:
+    """Return the shipped answers: those that the shipped layer was trained on, and the held-out ones."""
+    samples = [s for s in read_samples(shipped(ROLLOUTS), vocabulary) if s.sampled.sum() > 8]
+    return [s for i, s in enumerate(samples) if i % HELD_OUT_EVERY], samples[::HELD_OUT_EVERY]
+
+
+def other_answers(model: Path, count: int, seed: int = 7) -> list[Sample]:
+    """Sample answers to held-out prompts of other kinds, about `count` of them in turn."""
+    rng = random.Random(seed)
+    kinds = [UNSCORED[OUT_OF_DOMAIN[i % len(OUT_OF_DOMAIN)]] for i in range(count)]
+    prompts = [str(kind.draw(rng, True)["prompt"]) for kind in kinds]
+    samples = sample_model(model, tokens=60 * count, seed=seed, prompts=prompts)
+    return [s for s in samples if s.sampled.sum() > 8][:count]
+
+
+@torch.inference_mode()
+def read(model: Any, samples: Sequence[Sample]) -> list[Text]:
+    """Run the backbone over sequences, a few of similar length at a time."""
+    head, found = model.get_output_embeddings().weight, {}
+    order = sorted(range(len(samples)), key=lambda index: len(samples[index].ids))
+    for start in range(0, len(order), 16):
+        rows = order[start : start + 16]
+        ids = [samples[index].ids[:LONGEST] for index in rows]
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        states = model.base_model(padded, use_cache=False).last_hidden_state
+        for row, index in enumerate(rows):
+            hidden = states[row, : len(ids[row])].clone()
+            logits = F.linear(hidden, head).float()
+            log_p = logits.log_softmax(-1)
+            found[index] = Text(
+                ids[row],
+                samples[index].sampled[:LONGEST],
+                hidden,
+                logits.logsumexp(-1),
+                -(log_p.exp() * log_p).sum(-1),
+                logits.argmax(-1),
+            )
+    return [found[index] for index in range(len(samples))]
