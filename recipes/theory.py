@@ -112,6 +112,21 @@ def pinsker(kl: torch.Tensor) -> torch.Tensor:
     return 1 - (kl / 2).sqrt()
 
 
+def lossy_typical_accepts(
+    p: torch.Tensor, drafts: torch.Tensor, epsilon: float, delta: float
+) -> torch.Tensor:
+    """Whether Medusa's typical acceptance takes each draft: p(d) >= min(epsilon, delta exp(-H(p))).
+
+    Lossy: no residual corrects what it accepts, so no engine here decodes by it. p: [..., gamma, V] given the
+    drafts before, drafts: [..., gamma]. The first draft is always taken (greedy first). Returns [..., gamma],
+    the leading drafts that are accepted.
+    """
+    chosen = p.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    taken = chosen >= (delta * (-entropy(p)).exp()).clamp(max=epsilon)
+    taken[..., 0] = True
+    return taken.cumprod(-1).bool()
+
+
 def expected_reach(alphas: torch.Tensor) -> torch.Tensor:
     """Pr(num_accepted >= j) = prod_{i<=j} alpha_i for conditional alphas of one context (Bebop Eq. 12).
 

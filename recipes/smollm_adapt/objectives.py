@@ -2,7 +2,7 @@
 
     python -m recipes.smollm_adapt.objectives [--out recipes/smollm_adapt/objectives] [--arms hard_ce kl ...]
 
-1 start   the layer in closed form, and some steps of soft KL: the start of every arm
+1 start   the layer in closed form, and some steps of soft KL on texts of their own: the start of every arm
 2 sweep   each arm at each learning rate with a seed of its own; the best on held-out answers that are not
           those of the result
 3 cells   each arm at its rate, for each seed: which answers, in which order
@@ -12,7 +12,8 @@ column holds the target's mass on all others, so every divergence is that over t
 constant. The losses are `rlpipe.drafts.loss`. Measured on held-out answers, in and out of domain: the
 expected accepted drafts of a window of three, exact in the mean over the target's tokens, under rejection and
 target-only, and what Bebop's Fig. 10 and 11 show of a draft. A finished cell is not repeated. The unit of
-every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Writes results.json,
+every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Acceptance over the steps
+is that of texts that the arm has not seen (Bebop Fig. 4). Writes results.json,
 table.md and the picture.
 """
 
@@ -121,20 +122,25 @@ class Drafts:
 
 def train(
     drafts: Drafts, kind: str, texts: Sequence[Text], *, lr: float, seed: int, steps: int, batch: int
-) -> float:
-    """Train by AdamW after one step of warm-up; return the processor seconds."""
-    started, rng = time.process_time(), np.random.default_rng(seed)
+) -> tuple[float, list[list[float]]]:
+    """Train by AdamW after three steps of warm-up.
+
+    Returns the processor seconds, and the acceptance [steps, K] of each step's texts before the update: while
+    no text has come twice, that of texts the draft has not seen.
+    """
+    started, rng, curve = time.process_time(), np.random.default_rng(seed), []
     weights = list(drafts.weights.values())
     optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     order = np.concatenate([rng.permutation(len(texts)) for _ in range(steps * batch // len(texts) + 1)])
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 3)
         optimizer.zero_grad()
-        loss, _ = drafts.loss(kind, [texts[i] for i in order[step * batch : (step + 1) * batch]])
+        loss, stats = drafts.loss(kind, [texts[i] for i in order[step * batch : (step + 1) * batch]])
         loss.backward()
+        curve.append([round(x, 4) for x in (stats.alpha / stats.count).tolist()])
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-    return time.process_time() - started
+    return time.process_time() - started, curve
 
 
 class Study:
@@ -149,8 +155,13 @@ class Study:
         self.args = args
         training, held_out = shipped_answers(self._model.config.vocab_size)
         self._table = choose_table(training, args.table, self._model.config.vocab_size)
-        training = [training[i] for i in np.random.default_rng(0).permutation(len(training))[: args.texts]]
-        self._training = read(self._model, training)
+        ends = FITTED + args.warm_steps * args.batch
+        chosen = [
+            training[i] for i in np.random.default_rng(0).permutation(len(training))[: ends + args.texts]
+        ]
+        self._warm, self._training = (
+            read(self._model, part) for part in (chosen[FITTED:ends], chosen[ends:])
+        )
         count = args.eval_texts
         self._sets = {
             "sweep": read(self._model, held_out[:count]),
@@ -159,12 +170,12 @@ class Study:
         }
         self._cells = args.out / "cells"
         self._cells.mkdir(parents=True, exist_ok=True)
-        self._start = self._make_start(training)
+        self._start = self._make_start(chosen[:FITTED])
         self.start = self._measure(self._drafts())
 
     def _make_start(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Fit the closed form and warm it up by soft KL."""
-        _, states = compute_states(self._model, samples[:FITTED], set(range(FITTED)))
+        _, states = compute_states(self._model, samples, set(range(len(samples))))
         projection, _ = fit_input_proj(states, self._model.config.rms_norm_eps)
         drafts = Drafts(self._model, self._table, start_layer(self._model, projection, torch.float32))
         if self.args.warm_steps:
@@ -174,7 +185,7 @@ class Study:
                 "steps": self.args.warm_steps,
                 "batch": self.args.batch,
             }
-            train(drafts, "kl", self._training, **settings)
+            train(drafts, "kl", self._warm, **settings)
         return {MTP_PREFIX + name: w.detach().clone() for name, w in drafts.weights.items()}
 
     def _drafts(self) -> Drafts:
@@ -188,8 +199,16 @@ class Study:
         file = self._cells / f"{arm}_lr{lr:g}_seed{seed}.json"
         if not file.is_file():
             drafts, args = self._drafts(), self.args
-            seconds = train(drafts, arm, self._training, lr=lr, seed=seed, steps=args.steps, batch=args.batch)
-            found = {"arm": arm, "lr": lr, "seed": seed, "seconds": round(seconds, 1)} | self._measure(drafts)
+            seconds, curve = train(
+                drafts, arm, self._training, lr=lr, seed=seed, steps=args.steps, batch=args.batch
+            )
+            found = {
+                "arm": arm,
+                "lr": lr,
+                "seed": seed,
+                "seconds": round(seconds, 1),
+                "curve": curve,
+            } | self._measure(drafts)
             file.write_text(json.dumps(found) + "\n")
             print(f"{arm} lr {lr:g} seed {seed}: {found['in domain']['rejection']:.3f}", flush=True)
         return json.loads(file.read_text())
@@ -225,6 +244,11 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
                 row[f"{held_out}, {name}"] = _estimate([c[held_out][name] for c in found])
             gaps = [c[held_out]["draft_entropy"] - c[held_out]["target_entropy"] for c in found]
             row[f"{held_out}, entropy gap"] = _estimate(gaps)
+        curves = np.array([c["curve"] for c in found])  # [seeds, steps, depths]
+        row["acceptance by step and depth"] = curves.mean(0).round(4).tolist()
+        third = max(1, curves.shape[1] // 3)
+        rise = curves[:, -third:].mean(1) - curves[:, :third].mean(1)
+        row["last third minus first, by depth"] = [_estimate(depth) for depth in rise.T.tolist()]
         table[arm] = row
     return table
 

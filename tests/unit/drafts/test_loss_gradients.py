@@ -174,6 +174,14 @@ def test_a_masked_depth_in_mid_chain_ends_the_chain_but_not_the_depths_behind_it
     torch.testing.assert_close(_gradient(loss, case), _gradient(expected, case), atol=1e-12, rtol=1e-9)
 
 
+def test_the_gradient_of_tv_is_bounded_by_the_drafts_probability_token_by_token():
+    """Bebop Proposition 3: |dL/dz_j| = q_j |1[q <= p] - S| <= q_j, at any distance of the two."""
+    case = random_case(31, noise=5.0)
+    loss, _ = mtp_loss("tv", case.draft, case.target, mask=case.mask, normalizer=1.0)
+    found, q = _gradient(loss, case).abs(), case.draft.detach().softmax(-1)
+    assert (found <= q + 1e-15)[case.mask].all() and (found > 0.9 * q)[case.mask].any()
+
+
 def test_one_depth_of_end_to_end_is_plain_tv():
     case = random_case(29, depths=1)
     plain, _ = mtp_loss("tv", case.draft, case.target, mask=case.mask)

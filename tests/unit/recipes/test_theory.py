@@ -148,6 +148,42 @@ def test_a_swap_of_ranks_costs_target_only_and_hardly_costs_rejection():
     assert theory.target_only_alpha(greedy, draft).item() == 0
 
 
+def test_typical_acceptance_of_a_greedy_branch_is_as_far_from_the_target_as_the_notes_say():
+    """P1 = (.6, .4), P2(. | a) = (.51, .49): the branch (a, u) is emitted always. TV .4 and .694."""
+    first, second = torch.tensor([0.6, 0.4]).double(), torch.tensor([0.51, 0.49]).double()
+    rows = torch.stack((first, second))
+    accepted = theory.lossy_typical_accepts(rows, rows.argmax(-1), epsilon=0.3, delta=0.9)
+    assert accepted.tolist() == [True, True]
+
+    emitted = torch.tensor([1.0, 0.0]).double()
+    assert theory.total_variation(emitted, first).item() == pytest.approx(0.4)
+    joint = torch.cat((first[0] * second, first[1] * torch.tensor([0.5, 0.5])))
+    branch = torch.tensor([1.0, 0, 0, 0]).double()
+    assert theory.total_variation(branch, joint).item() == pytest.approx(1 - 0.6 * 0.51) == 0.694
+    assert 1 - first.max() < 0.694  # the notes' lower bound
+
+
+def test_typical_acceptance_stops_at_the_first_draft_below_its_threshold():
+    flat = torch.full((4,), 0.25).double()
+    sharp = torch.tensor([0.97, 0.01, 0.01, 0.01]).double()
+    rows = torch.stack((sharp, flat, sharp, sharp))
+    accepted = theory.lossy_typical_accepts(rows, torch.tensor([1, 2, 3, 0]), epsilon=0.3, delta=0.9)
+    assert accepted.tolist() == [True, True, False, False]  # flat: .25 >= .9 / 4; sharp: .01 < .3
+
+
+def test_ranks_are_mistaken_only_where_the_gap_is_below_twice_the_mismatch():
+    """Bebop Eq. 22, for a mismatch of at most sigma at every token; more often at high entropy."""
+    p = _of_all_entropies()
+    sigma = 0.01
+    noise = torch.rand(20, *p.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    q = p + sigma * (2 * noise - 1)
+    top = p.topk(2, -1).values
+    wrong = q.argmax(-1) != p.argmax(-1)
+    assert wrong.any() and (top[:, 0] - top[:, 1]).expand(20, -1)[wrong].max() < 2 * sigma
+    order = theory.entropy(p).argsort()
+    assert wrong[:, order[-100:]].double().mean() > 5 * wrong[:, order[:100]].double().mean()
+
+
 @pytest.mark.parametrize(("exponent", "doubles"), [(0, True), (1, False)])
 def test_uniform_mismatch_adds_up_over_the_support_and_proportional_mismatch_does_not(exponent, doubles):
     """Bebop Eq. 26 and 33-43: TV = sigma n / 2 over n equal tokens against delta / 2, whatever n is."""
