@@ -11,10 +11,9 @@ Hidden states of the frozen model are computed once, and the draft knows the mos
 column holds the target's mass on all others, so every divergence is that over the full vocabulary up to a
 constant. The losses are `rlpipe.drafts.loss`. Measured on held-out answers, in and out of domain: the
 expected accepted drafts of a window of three, exact in the mean over the target's tokens, under rejection and
-target-only, and what Bebop's Fig. 10 and 11 show of a draft. A finished cell is not repeated. The unit of
-every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Acceptance over the steps
-is that of texts that the arm has not seen (Bebop Fig. 4). Writes results.json,
-table.md and the picture.
+target-only, and what Bebop's Fig. 10 and 11 show of a draft. Acceptance over the steps is that of texts that
+the arm has not seen yet (Fig. 4). A finished cell is not repeated. The unit of every interval is the seed
+(Student's, 95%, over differences of arms at equal seeds). Writes results.json, table.md and the picture.
 """
 
 from __future__ import annotations
