@@ -14,8 +14,8 @@ class DraftObjective(Choice):
     TV = "tv"  # rejected mass, depth by depth
     TV_LINEAR = "tv_linear"  # the same, depth k weighted by (K - k + 1) / K
     TV_DECAY = "tv_decay"  # the same, depth k weighted by 0.8^(k - 1)
-    TV_CLAMP = "tv_clamp"  # the same, rows that overlap almost nowhere left out
-    TV_TOP = "tv_top"  # the same, estimated from the draft's largest logits
+    TV_CLAMP = "tv_clamp"  # rejected mass, at most 0.9: rows that hardly overlap teach nothing
+    TV_TOP = "tv_top"  # rejected mass among the draft's 1,000 largest logits
     LK = "lk"  # KL where the overlap is small, TV where it is large
     EAGLE1 = "eagle1"  # distance of hidden states, and a small KL; of an MTP layer
     E2E_TV = "e2e_tv"  # rejected share of a chain, its overlaps multiplied

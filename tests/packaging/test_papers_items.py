@@ -1,4 +1,4 @@
-"""docs/papers_items.md: every item has a state; what is called whole has its code, test or result here."""
+"""The list of the papers' items: each has a state; what is called whole has code and a test or a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/papers_items.md").read_text()
+PAGE = (ROOT / "docs/developer/papers_items.md").read_text()
 ROW = re.compile(r"^\| (\d+) \| (.*) \| (whole|absent) \| (.*?) \| (.*?) \| (.*?) ?\|$", re.MULTILINE)
 ROWS = {int(row[0]): row[1:] for row in ROW.findall(PAGE)}
 
@@ -31,7 +31,7 @@ def test_a_whole_item_names_code_and_a_test_or_a_result_that_exist(number):
     paths = re.findall(r"`([^`]+)`", code)
     assert paths and all((ROOT / path).is_file() for path in paths), paths
 
-    results = re.findall(r"\[result\]\(\.\./([^)]+)\)", remark)
+    results = re.findall(r"\[result\]\(\.\./\.\./([^)]+)\)", remark)
     named = [part.split(" ") for part in tests.split("; ") if part]
     assert results or named
     for path in results:
