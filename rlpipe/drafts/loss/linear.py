@@ -111,7 +111,8 @@ def linear_mtp_loss(
 
     if objective.formula.features:
         weights = objective.anchor_weights(rows, mask)[:, None] * mask
-        features = (weights * feature_distance(draft_hidden, target_hidden).where(mask, 0)).sum()
+        distance = feature_distance(draft_hidden.where(mask[..., None], 0), target_hidden)
+        features = (weights * distance.where(mask, 0)).sum()
         total = total + features
         stats.loss += features.detach()
     return objective.divide(total, weight), stats
