@@ -67,6 +67,7 @@ NOT_RUN = {
     "rlpipe fetch smollm2": "needs the package index; test_real_model runs it",
     "rlpipe certify": "needs a server; test_certify_servers certifies one",
     "rlpipe draft-vocab": "takes a model and a run; test_draft_vocab_command runs it",
+    "python -m recipes.smollm_adapt.*": "minutes; test_smollm_studies plays their figures",
     "python -m recipes.smollm_rl.seeds": "half an hour; test_real_model runs two steps",
     "python -m recipes.seeds": "minutes for each seed; test_game_recipes plays the runs in short",
     "rlpipe pool": "asks a run that is under way; tests/chaos/test_pool.py does",
