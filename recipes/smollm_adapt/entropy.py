@@ -39,6 +39,7 @@ from rlpipe.trainer.megatron import MegatronTrainer
 
 RULES = {"rejection": "rejection", "target_only": "target-only"}  # column of the tables -> name
 BINS = 10  # of equal numbers of contexts
+PANELS = 4  # beside each other
 LEVEL = 0.95
 Z = 1.96
 
@@ -146,9 +147,11 @@ def draw(results: dict[str, dict[str, Any]], files: Sequence[Path]) -> None:
     from rlpipe.report.png import PALETTE, TEXT
 
     sets = list(next(iter(results.values())))
-    figure = Figure(figsize=(5.2 * len(sets), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(sets), sharey=True, squeeze=False)[0]
-    for panel, held_out in zip(panels, sets, strict=True):
+    columns = min(PANELS, len(sets))
+    rows = -(-len(sets) // columns)
+    figure = Figure(figsize=(3.7 * columns, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for panel, held_out in zip(panels.flat, sets, strict=False):
         for (temperature, by_set), style in zip(results.items(), ("-", "--", ":", "-."), strict=False):
             for colour, name in zip(PALETTE, RULES.values(), strict=False):
                 row = by_set[held_out][name]
@@ -173,10 +176,16 @@ def draw(results: dict[str, dict[str, Any]], files: Sequence[Path]) -> None:
         panel.set_ylim(0, 1)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(b=False)
-        panel.legend(title="slope per nat, 95%", fontsize=7.5, title_fontsize=7.5, frameon=False)
-    panels[0].set_ylabel("acceptance of the first draft", color=TEXT)
+        panel.legend(
+            title="slope per nat, 95%", fontsize=7, title_fontsize=7, frameon=False, loc="upper right"
+        )
+
+    for panel in panels.flat[len(sets) :]:
+        panel.remove()
+    for panel in panels[:, 0]:
+        panel.set_ylabel("acceptance of the first draft", color=TEXT)
     for file in files:
-        figure.savefig(file, dpi=144, metadata={"Date": None} if file.suffix == ".svg" else None)
+        figure.savefig(file, dpi=90, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def main() -> None:

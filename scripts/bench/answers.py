@@ -701,3 +701,28 @@ def real_first_tokens(r: Any) -> str:
         f"above {r['limit']} once in {1 / r['alpha']:,.0f} runs. The third column judges the same tokens by "
         f"a wrong law, as the test's power. {goal(held, 'none above')}"
     )
+
+
+def by_entropy(r: Any) -> str:
+    """Acceptance of a model's first draft under two rules, and its slope by the target's entropy, by set."""
+    rows = [
+        [
+            held_out.removeprefix("user."),
+            temperature,
+            f"{row['entropy']:.2f}",
+            *(f"{row[rule]['acceptance'][0]:.2f}" for rule in ("rejection", "target-only")),
+            *(_slope(row[rule]["slope_per_context"]) for rule in ("rejection", "target-only")),
+        ]
+        for temperature, by_set in r["temperatures"].items()
+        for held_out, row in by_set.items()
+    ]
+    head = ["set", "temperature", "entropy, nats", "rejection", "target-only"]
+    head += ["rejection, per nat", "target-only, per nat"]
+    return (
+        table(head, rows)
+        + "\n\nExact at each context, no coin is thrown; 95% intervals, clustered by prompt."
+    )
+
+
+def _slope(fit: dict[str, float]) -> str:
+    return f"{fit['value']:+.3f} [{fit['low']:+.3f}, {fit['high']:+.3f}]"
