@@ -19,6 +19,7 @@ from pathlib import Path
 
 _LONGEST_REPORT = 16 << 20
 _PR_SET_DUMPABLE = 4
+_NO_SUCCESS = ("addError", "addFailure", "addSkip", "addExpectedFailure", "addUnexpectedSuccess")
 
 
 def supervise():
@@ -78,16 +79,11 @@ class _Outcomes:
 
         # Also those of its subclasses: each calls the method of this one.
         result = unittest.TestResult
-        for name, into in (
-            ("addSuccess", self.passed),
-            ("addError", self.failed),
-            ("addFailure", self.failed),
-            ("addSkip", self.failed),
-            ("addExpectedFailure", self.failed),
-            ("addUnexpectedSuccess", self.failed),
-        ):
-            setattr(result, name, _noting(getattr(result, name), into))
-        result.addSubTest = _noting_subtests(result.addSubTest, self.failed)
+        noting = {name: _noting(getattr(result, name), self.failed) for name in _NO_SUCCESS}
+        noting["addSuccess"] = _noting(result.addSuccess, self.passed)
+        noting["addSubTest"] = _noting_subtests(result.addSubTest, self.failed)
+        for name, method in noting.items():
+            setattr(result, name, method)
 
         runner = Path.cwd() / "tests" / "runtests.py"
         sys.argv = [str(runner), "--verbosity", "2", "--settings=test_sqlite", "--parallel", "1", *labels]
