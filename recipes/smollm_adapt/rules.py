@@ -162,7 +162,7 @@ def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
     for panel, names, title in zip(
         panels, (FIRST, WINDOW), ("first draft accepted", "drafts accepted of 3"), strict=True
     ):
-        for (held_out, found), style in zip(results.items(), ("-", "--"), strict=True):
+        for (held_out, found), style in zip(results.items(), ("-", "--"), strict=False):
             for name, colour in zip(names, PALETTE, strict=False):
                 value, low, high = found[name]["slope, contexts"]
                 label = f"{name.split(',')[0]}, {held_out}: {value:+.3f} [{low:+.3f}, {high:+.3f}]"
@@ -196,7 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/rules"))
     parser.add_argument("--texts", type=int, default=90, help="in domain (%(default)s)")
-    parser.add_argument("--others", type=int, default=60, help="out of domain (%(default)s)")
+    parser.add_argument("--others", type=int, default=60, help="out of domain; 0: none (%(default)s)")
     args = parser.parse_args()
 
     path = resolve_model("smollm2")
@@ -211,8 +211,10 @@ def main() -> None:
     _, held_out = shipped_answers(vocabulary)
     for name, samples in (
         ("in domain", held_out[: args.texts]),
-        ("out of domain", other_answers(path, args.others)),
+        ("out of domain", other_answers(path, args.others) if args.others else []),
     ):
+        if not samples:
+            continue
         measured = [contexts(layer, text, head, table) for text in read(model, samples)]
         results[name] = analyse([one for one in measured if len(one["entropy"]) > 2])
         print(name, json.dumps({k: v for k, v in results[name].items() if k != "bins"}), flush=True)
