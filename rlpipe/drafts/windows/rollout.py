@@ -49,20 +49,23 @@ class WindowDrafter(Protocol):
     """A drafter and its target on some texts that both have read.
 
     owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows:
-    number of each row's trajectory in the batch. draft_cost: what a draft costs against a verify step.
-    vocab: V of every distribution, which is log-probabilities over the full vocabulary. known: tokens that
-    the drafter knows, None for all. Passes return
-    hidden states; `draft_logprobs` and `target_logprobs` make distributions of some of them, so that no more
-    than `PART_BYTES` of these exist at once.
+    number of each row's trajectory in the batch. vocab: V of every distribution, which is log-probabilities
+    over the full vocabulary. known: tokens that the drafter knows, None for all. Passes return hidden states;
+    `draft_logprobs` and `target_logprobs` make distributions of some of them, so that no more than
+    `PART_BYTES` of these exist at once.
     """
 
     owners: np.ndarray
     turns: np.ndarray
     sampled: np.ndarray
     rows: np.ndarray
-    draft_cost: float
     vocab: int
     known: torch.Tensor | None
+
+    @property
+    def draft_cost(self) -> float:
+        """Return what a draft costs against a verify step."""
+        ...
 
     def criticality(self) -> torch.Tensor:
         """Return [R, L]: the criticality of the first draft from each token of the turns; 0 where none is."""
