@@ -28,7 +28,8 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights, stored_name, write_checkpoint
 from rlpipe.weights.buckets import Bucket, buckets, serialize
-from rlpipe.weights.canary import is_served
+from rlpipe.weights.canary import is_served, rank_parts
+from rlpipe.weights.deltas import Delta, delta
 from rlpipe.weights.protocols import Server, ServerError
 from rlpipe.weights.shared_memory import LOADER
 
@@ -100,15 +101,28 @@ class WeightSession:
             }
             yield bucket, body
 
-    async def load_mapped(self, client: Server, description: torch.Tensor, body: dict[str, Any]) -> None:
+    async def load_mapped(
+        self, client: Server, descriptions: Sequence[torch.Tensor], body: dict[str, Any]
+    ) -> None:
         """Load a bucket on every rank of the server from memory that it maps.
 
-        description: where the memory and the tensors in it are (`encode_layout`).
+        descriptions: where the memory and the tensors in it are (`encode_layout`), for each rank, or one for
+        all of them.
         """
         body["load_format"] = LOADER
-        serialized = serialize([("bucket", description)])
-        body["serialized_named_tensors"] = [serialized] * self.config.sglang.tp
+        serialized = [serialize([("bucket", description)]) for description in descriptions]
+        body["serialized_named_tensors"] = serialized * (self.config.sglang.tp // len(serialized))
         await client.post("/update_weights_from_tensor", body, self.timeout)
+
+    def delta(self, held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Delta | None:
+        """Compute the delta from the weights that the server holds; None where a full update is better."""
+        if held.keys() != new.keys():
+            return None
+        options: Any = {"drafter": self.drafter}
+        held_parts, new_parts = (
+            rank_parts(weights, self.config, self.hf_config, **options) for weights in (held, new)
+        )
+        return delta(held_parts, new_parts)
 
     @contextlib.contextmanager
     def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 
 from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.deltas import Delta
 
 SERVED = Path(__file__).with_name("served")  # a server must have it on its path of modules
 LOADER = "rlpipe_shared_weights.load"
+PENDING = "hashes are being computed"  # a server's answer to a check, until its threads are done
+CHECK = "rlpipe-check-"  # begins the id by which the same check is asked for again
 _ALIGNMENT = 64
 
 
@@ -96,6 +99,44 @@ class SharedBuckets:
             memory.reserve(layout["bytes"])
             write_bucket(memory.bytes, bucket, layout)
             return encode_layout(memory.location() | layout)
+
+
+class ElementMemory:
+    """Memory for a delta, kept from one to the next and as large as the largest so far."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+        self._layouts: list[dict[str, dict[str, Any]]] = []
+
+    def write(self, delta: Delta) -> None:
+        """Write the elements of all ranks and roles over the last ones."""
+        elements = [e for rank in delta.ranks for of_role in rank.values() for e in of_role]
+        bucket = [(e.name, tensor) for e in elements for tensor in (e.positions, e.values)]
+        layout = layout_of(bucket)
+        self._memory.reserve(max(1, layout["bytes"]))
+        write_bucket(self._memory.bytes, bucket, layout)
+
+        # Two entries for each tensor, and how many elements it has in all.
+        entries = iter(layout["tensors"])
+        self._layouts = [
+            {
+                role: {
+                    "bytes": layout["bytes"],
+                    "tensors": [next(entries) for _ in range(2 * len(of_role))],
+                    "elements_of": [e.numel for e in of_role],
+                }
+                for role, of_role in rank.items()
+            }
+            for rank in delta.ranks
+        ]
+
+    def descriptions(self, role: str) -> list[torch.Tensor]:
+        """Return for each rank the encoded layout of what it writes to its target or its draft."""
+        return [encode_layout(self._memory.location() | layouts[role]) for layouts in self._layouts]
+
+    def close(self) -> None:
+        """Free it."""
+        self._memory.close()
 
 
 def layout_of(

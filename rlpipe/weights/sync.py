@@ -8,8 +8,10 @@ servers. `check` compares fingerprints. Sessions and buckets are `session.py`'s,
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +23,11 @@ from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.offer import BroadcastResult, Checksums, Offer
 from rlpipe.weights.protocols import Server
 from rlpipe.weights.session import WeightSession
+from rlpipe.weights.shared_memory import CHECK, PENDING
 from rlpipe.weights.transports import TRANSPORTS
 from rlpipe.weights.transports.base import Transport, WeightUpdate
+
+_POLL_SECONDS = 0.05  # between two requests for fingerprints that a server still computes
 
 
 class WeightSync:
@@ -147,9 +152,7 @@ class WeightSync:
         if draft and self.session.draft_path is not None and self._initial_draft is None:
             self._initial_draft = await asyncio.to_thread(self._draft_checksums, self.session.draft_path)
 
-        answer, expected = await asyncio.gather(
-            client.read("/weights_checker", {"action": "checksum", "selector": "all"}), expecting
-        )
+        answer, expected = await asyncio.gather(self._served_checksums(client), expecting)
 
         report, other_shapes = CanaryReport(), {}
         for served in answer.get("ranks") or []:
@@ -176,6 +179,18 @@ class WeightSync:
         if not answer.get("ranks"):
             report.target.append("every tensor: the server sent no checksums")
         return report
+
+    async def _served_checksums(self, client: Server) -> dict[str, Any]:
+        """Ask the server for its fingerprints until all of them are there: it serves while it hashes."""
+        # SGLang has no field for an id; a name to skip that no tensor has changes nothing.
+        skipped = [CHECK + uuid.uuid4().hex]
+        body = {"action": "checksum", "selector": "all", "skip_tensor_list": skipped}
+        while True:
+            answer = await client.read("/weights_checker", body)
+            names = [name for rank in answer.get("ranks") or [] for name in rank["checksums"]]
+            if not any(name.endswith(PENDING) for name in names):
+                return answer
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _draft_checksums(self, draft_path: Path) -> Checksums:
         prefix = self.session.draft_prefix

@@ -62,6 +62,7 @@ COMMON = {"kv_heads": 2, "vocab": 151936}
 SIZES = {
     "tiny": {"hidden": 256, "heads": 4, "head_dim": 64, "intermediate": 1024, "layers": 8, "vocab": 2048},
     "0.5B": {"hidden": 896, "heads": 14, "head_dim": 64, "intermediate": 4864, "layers": 24},
+    "0.9B": {"hidden": 1152, "heads": 18, "head_dim": 64, "intermediate": 6144, "layers": 24},
     "1.5B": {"hidden": 1536, "heads": 12, "head_dim": 128, "intermediate": 8960, "layers": 28},
 }
 
@@ -108,8 +109,9 @@ class Profile:
                 self.seconds["load"] += time.perf_counter() - started
             elif path == "/pause_generation":
                 self.paused_at = started
-            elif path == "/continue_generation":
+            elif path == "/continue_generation" and self.paused_at:
                 self.seconds["pause"] += time.perf_counter() - self.paused_at
+                self.paused_at = 0.0  # an update may continue the server twice
             return answer
 
         async def asked(path: str, *args: Any, **options: Any) -> Any:
@@ -209,7 +211,7 @@ def measure(
             again = trainer.plan is not None and member.group == trainer.plan[0].name
             engine.receive_weights(trainer.offer(held, version, [member.server], again=again))
         else:
-            engine.update_weights(weights, version)
+            engine.update_weights(dict(weights), version)  # the engine keeps them
         assert not engine.stats().sync["weights/canary_failures"]
 
     for way, result in results.items():

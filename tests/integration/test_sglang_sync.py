@@ -11,6 +11,7 @@ from rlpipe.config.spec import SpecMode
 from rlpipe.models.checkpoint import read_config, read_weights, write_checkpoint
 from rlpipe.types import FinishReason
 from rlpipe.weights.shared_memory import SharedBuckets
+from rlpipe.weights.transports.shared import SharedMemoryTransport
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, transformers_logits, worst_logprob_error
@@ -39,6 +40,43 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang,
     print(f"{transfer}: {sum(w.nbytes for w in new.values())} bytes, {figures}")
     assert figures["weights/canary_failures"] == 0 and figures["weights/sync_seconds"] > 0
     assert sglang.stats().policy_version == 5 and not sglang.events
+
+
+def test_a_delta_of_some_elements_leaves_the_bits_of_a_full_update(sglang, weights, monkeypatch):
+    """In fused tensors of target and draft, while a request runs, which has tokens of both versions."""
+    staged, send = [], SharedMemoryTransport.send
+
+    async def noted(self, client, update):
+        staged.append(update.staged)
+        await send(self, client, update)
+
+    monkeypatch.setattr(SharedMemoryTransport, "send", noted)
+    versions = {5: perturbed(weights, 0.02)}
+    draw = torch.Generator().manual_seed(0)
+    versions[6] = {
+        name: torch.where(torch.rand(tensor.shape, generator=draw) < 0.01, tensor * 1.5, tensor)
+        for name, tensor in versions[5].items()
+    }
+    with configured(sglang, weight_transfer="shared", bucket_mb=1):
+        sglang.update_weights(versions[5], 5)
+
+        async def run():
+            due = True
+            async for result in sglang.stream(request("delta", [5, 6, 7], max_new_tokens=200)):
+                if due and len(result.output_ids) >= 10:
+                    due = False
+                    await asyncio.to_thread(sglang.update_weights, versions[6], 6)
+            return result
+
+        result = asyncio.run(run())
+    full, delta = staged
+    whole = sum(tensor.nbytes for tensor in weights.values())
+    print(f"{delta.num_elements} elements, {delta.num_bytes} bytes of {whole}; {sglang.stats().sync}")
+    assert full is None and 0 < delta.num_bytes < 0.05 * whole
+    assert sglang.check_weights(versions[6]).passed and not sglang.events
+    assert set(result.versions.tolist()) == {5, 6}
+    old = sglang.check_weights(versions[5])
+    assert len(old.target) > 30 and old.draft, "tensors of both models were written to"
 
 
 @pytest.fixture(params=["collective", "ipc"])

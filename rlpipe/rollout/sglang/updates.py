@@ -1,9 +1,11 @@
-"""New weights into the server of a replica: pause, send, check, continue; they are hashed meanwhile.
+"""New weights into the server of a replica: prepare, pause, send, continue, check.
 
-Requests survive an update, and each token carries its version. After a failed check the weights are sent
-again; `rollout.sglang.on_canary_failure` sets what follows another failure. When the server dies in an
-update, the update is complete once its successor, started on those weights, serves. Transport and check are
-`weights.sync`'s.
+What takes long happens while the server decodes: hashing here, writing a checkpoint or what differs from the
+weights that it holds, and, on a CPU, hashing there. A server on a GPU hashes in milliseconds, before it
+continues. After a failed check full weights are sent, and no delta any more; `rollout.sglang.
+on_canary_failure` sets what follows another failure. Requests survive an update, and each token carries its
+version. When the server dies in an update, the update is complete once its successor, started on those
+weights, serves. Transport and check are `weights.sync`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -24,10 +25,11 @@ from rlpipe.rollout.sglang.replica import PROBE, DesiredWeights, Replica
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.rollout.sglang.verified import VerifiedSteps
 from rlpipe.weights.canary import CanaryReport
+from rlpipe.weights.deltas import Delta
 from rlpipe.weights.offer import Checksums, Member
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
-from rlpipe.weights.transports.base import WeightUpdate
+from rlpipe.weights.transports.base import Staged, WeightUpdate
 
 CONTINUE = "/continue_generation", {"torch_empty_cache": False}
 _ATTEMPTS = 3  # with servers that live and yet do not answer
@@ -54,6 +56,8 @@ class Updates:
         self._replica, self._sync, self._turns = replica, sync, turns
         self.last: dict[str, float] = {}
         self._verified = VerifiedSteps()
+        self._deltas = True  # until one fails
+        self._unsure = ""  # id of a server whose last update did not end well
 
     async def membership(self) -> Member:
         """Return the server as a member of a broadcast; an empty one unless it answers now and can take part.
@@ -101,37 +105,34 @@ class Updates:
             raise
 
     async def _transfer(self, client: SglangClient, desired: DesiredWeights) -> None:
-        """Pause, send, check. Raises ServerError, and RuntimeError for a canary that fails.
-
-        A server on a CPU hashes as slowly as this process, so both hash at once; one on a GPU is fast, and is
-        paused only once the hashes are there.
-        """
+        """Prepare, pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
         version, replica = desired.version, self._replica
         with contextlib.ExitStack() as stack:
-            staged = hashing = None
+            staged: Staged = None
             if not self._takes_part(desired):
-                hashing = asyncio.ensure_future(self._hashed(desired))
-                stack.callback(hashing.cancel)
-                if self._sync.on_gpu:
-                    await asyncio.wait([hashing])
-                weights = await self._weights(desired)
-                staged = await asyncio.to_thread(stack.enter_context, self._sync.transport.staged(weights))
+                staging = self._sync.transport.staged(await self._weights(desired), await self._held())
+                staged, _ = await asyncio.gather(
+                    asyncio.to_thread(stack.enter_context, staging), self._hashed(desired)
+                )
 
-            started, mode = time.monotonic(), self._pause_mode
-            async with replica.pausing:
-                await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
-                replica.stale = True  # until its fingerprints agree
-
+            started, mode, self._unsure = time.monotonic(), self._pause_mode, replica.server_id
             for attempt in range(_SENDS):
+                async with replica.pausing:
+                    await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
+                    replica.stale = True  # until it has the weights of one version
+
                 with replica.loading():
                     await self._send(client, desired, staged, flush=mode != "in_place")
                     sent = time.monotonic()
-                    expecting = hashing or self._hashed(desired)
-                    report = await self._sync.check(client, expecting, draft=replica.drafts)
+                    if not self._sync.on_gpu:
+                        await self._continue(client)
+                    report = await self._sync.check(client, self._hashed(desired), draft=replica.drafts)
 
                 if report.passed:
                     break
                 self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
+                if isinstance(staged, Delta):
+                    staged, self._deltas = None, False
                 if self._sglang.on_canary_failure is CanaryReaction.STOP:
                     break
 
@@ -144,6 +145,7 @@ class Updates:
             await self._react(client, report, version)
             return
         replica.mark_loaded(desired)
+        self._unsure = ""
 
     async def _read_verified(self) -> None:
         """Add to `last` how the server verified drafts since the update before."""
@@ -154,6 +156,25 @@ class Updates:
                 async with asyncio.timeout(self._sglang.health_timeout):
                     info = await replica.client.read(PROBE)
                 self.last |= self._verified.shares(replica.server_id, info)
+
+    async def _continue(self, client: SglangClient) -> None:
+        """Have a server that holds one version decode, unless it is to stay paused."""
+        async with self._replica.pausing:
+            self._replica.stale = False
+            if not self._replica.paused:
+                await client.post(*CONTINUE)
+
+    async def _held(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the weights that the server holds, where that is known and this worker has them."""
+        loaded = self._replica.loaded
+        if self._replica.server_id == self._unsure:
+            return None
+        possible = self._deltas and self._sync.transport.sends_deltas and not self._sync.pads
+        if not possible or loaded.weights is None:
+            return None
+        with contextlib.suppress(RuntimeError):  # of a broadcast, and no process has them any more
+            return await loaded.weights()
+        return None
 
     def _takes_part(self, desired: DesiredWeights) -> bool:
         """Return whether the server is in the group of a broadcast that is still to come."""
@@ -171,11 +192,11 @@ class Updates:
         return desired.checksums
 
     async def _send(
-        self, client: SglangClient, desired: DesiredWeights, staged: Path | None, *, flush: bool
+        self, client: SglangClient, desired: DesiredWeights, staged: Staged, *, flush: bool
     ) -> None:
         """Send `desired` to the server: by its broadcast, which brings the checksums, or to this server only.
 
-        staged: the checkpoint that `Transport.staged` wrote, if it did.
+        staged: what `Transport.staged` prepared.
         """
         takes_part, offer, desired.offer = self._takes_part(desired), desired.offer, None
         if takes_part and offer is not None:
@@ -189,7 +210,7 @@ class Updates:
                 self._on_event("broadcast_failed", version=desired.version, error=str(error)[:300])
 
         weights = await self._weights(desired)
-        update = WeightUpdate(weights=weights, version=desired.version, flush=flush, checkpoint=staged)
+        update = WeightUpdate(weights=weights, version=desired.version, flush=flush, staged=staged)
         await self._sync.send(client, update)
 
     @property

@@ -1,8 +1,9 @@
 """Inside an SGLang server: loads weights from memory that another process wrote and both map.
 
-Memory of the host (`rlpipe/weights/shared_memory.py`) or of the GPU (`rlpipe/weights/device_memory.py`). From
-the first bucket on, the check of a server on a CPU hashes several tensors at once. Imports nothing of rlpipe,
-which the server's environment does not have.
+Memory of the host (`rlpipe/weights/shared_memory.py`) or of the GPU (`rlpipe/weights/device_memory.py`). It
+holds full tensors, or elements of this rank's own tensors (`rlpipe/weights/deltas.py`). From the first bucket
+on, the check of a server on a CPU hashes in threads while requests are served, and is asked for until they
+are done. Imports nothing of rlpipe, which the server's environment does not have.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PENDING = "hashes are being computed"  # instead of a tensor's name, to be asked again
+CHECK = "rlpipe-check-"  # begins the id of a check
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Hashes = dict[tuple[Any, ...], Future[str]]
+_hashing: dict[int, tuple[str, _Hashes]] = {}  # the last check of each checker, by its `id`
 _mapped: dict[int, torch.Tensor] = {}  # the last two mappings of host memory, by inode
 _on_gpu: dict[tuple[str, str], torch.Tensor] = {}  # the last mapping of GPU memory, by handle and generation
 
@@ -102,7 +109,11 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     torch.set_num_threads(1)
     try:
         for _, description in named_tensors:
-            model.load_weights(tensors(description))
+            sizes = json.loads(bytes(description.tolist())).get("elements_of")
+            if sizes is None:
+                model.load_weights(tensors(description))
+            else:
+                write_elements(model, tensors(description), sizes)
 
         # The memory is written over as soon as this request is answered.
         if torch.cuda.is_initialized():
@@ -111,30 +122,62 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         torch.set_num_threads(threads)
 
 
+def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes: Sequence[int]) -> None:
+    """Write elements to their positions: of each tensor positions [k] int32, ascending, and values [k].
+
+    sizes: elements of each tensor, where it is the one that is meant. Nothing is raised here, which would end
+    the server: what cannot be written stays, and the check finds it.
+    """
+    state = dict(chain(model.named_parameters(), model.named_buffers()))
+    for (name, positions), (_, values), size in zip(pairs, pairs, sizes, strict=True):
+        tensor = state.get(name)
+        if tensor is None or tensor.dtype is not values.dtype or tensor.numel() != size:
+            continue
+        if not tensor.is_contiguous():
+            continue
+        bits = _INTEGERS[values.itemsize]
+        at = positions.to(tensor.device, torch.int64)
+        tensor.data.view(-1).view(bits)[at] = values.view(bits).to(tensor.device)
+
+
 @functools.cache
 def _hash_in_threads() -> None:
     """Make SGLang's checker hash weights on a CPU in threads from now on, in place and with the same results.
 
-    The hashes of one check are computed at its start and dropped at its end.
+    A check that has an id, as a name to skip that no tensor has, is answered with `PENDING` until all hashes
+    are there, and the scheduler serves requests meanwhile. They are kept for all who ask for the same check:
+    target and draft, on every rank, are done at different times.
     """
     checker: Any = sys.modules.get("sglang.srt.utils.weight_checker")
     if checker is None:  # no server
         return
     compute, hash_one = checker.WeightChecker._compute_checksum, checker._hash_tensor
+    pool = ThreadPoolExecutor(torch.get_num_threads())  # hashlib releases the interpreter's lock
 
     def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    def compute_in_threads(self: Any, *arguments: Any, **options: Any) -> Any:
-        state = [tensor.data for _, tensor in self._model_state() if tensor.device.type == "cpu"]
-        # The largest ones start first, so that no thread ends long after the others.
-        largest_first = {identity(t): t for t in sorted(state, key=lambda t: -t.nbytes)}
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashlib releases the interpreter's lock
-            hashes = dict(zip(largest_first, pool.map(hash_one, largest_first.values()), strict=True))
+    def compute_in_threads(self: Any, skipped: Sequence[str] | None = None, *, role: str) -> Any:
+        check = next((name for name in skipped or () if name.startswith(CHECK)), "")
+        before, hashes = _hashing.get(id(self), ("", {}))
+        if not check or check != before:
+            state = [tensor.data for _, tensor in self._model_state() if tensor.device.type == "cpu"]
+            # The largest ones start first, so that no thread ends long after the others.
+            largest_first = {identity(t): t for t in sorted(state, key=lambda t: -t.nbytes)}
+            hashes = {key: pool.submit(hash_one, t) for key, t in largest_first.items()}
+            _hashing[id(self)] = check, hashes
 
-        checker._hash_tensor = lambda tensor: hashes.get(identity(tensor)) or hash_one(tensor)
+        if check and not all(hash_.done() for hash_ in hashes.values()):
+            place = self._parallelism_info(role=role).model_dump()
+            return {"checksums": {PENDING: ""}, "per_gpu_checksum": "", "parallelism_info": place}
+
+        def known(tensor: torch.Tensor) -> str:
+            found = hashes.get(identity(tensor))
+            return hash_one(tensor) if found is None else found.result()
+
+        checker._hash_tensor = known
         try:
-            return compute(self, *arguments, **options)
+            return compute(self, skipped, role=role)
         finally:
             checker._hash_tensor = hash_one
 

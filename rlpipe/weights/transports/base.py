@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.deltas import Delta
 from rlpipe.weights.offer import BroadcastResult, Offer, Rendezvous
 from rlpipe.weights.protocols import Server
 
@@ -23,18 +24,21 @@ if TYPE_CHECKING:
     from rlpipe.weights.session import WeightSession
 
 
+Staged = Path | Delta | None  # a checkpoint, what differs from the version before, or nothing
+
+
 @dataclass(slots=True, kw_only=True)
 class WeightUpdate:
     """Weights of one version on their way from a rollout worker to its server.
 
     weights: of target and draft, by their Hugging Face names. flush: drop all cached keys and values.
-    checkpoint: the directory that `Transport.staged` prepared, if it did.
+    staged: what `Transport.staged` prepared, if it did.
     """
 
     weights: Mapping[str, torch.Tensor]
     version: int
     flush: bool
-    checkpoint: Path | None = None
+    staged: Staged = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +77,12 @@ class BroadcastRoot(Protocol):
 
 
 class Transport(Protocol):
-    """One way of bringing weights to a server; a worker makes one and uses it for every update."""
+    """One way of bringing weights to a server; a worker makes one and uses it for every update.
+
+    sends_deltas: whether `staged` uses what the server holds.
+    """
+
+    sends_deltas: bool = False
 
     def __init__(self, session: WeightSession) -> None: ...
 
@@ -82,8 +91,13 @@ class Transport(Protocol):
         ...
 
     @contextlib.contextmanager
-    def staged(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path | None]:
-        """Prepare an update while the server still runs; yields `WeightUpdate.checkpoint`."""
+    def staged(
+        self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
+    ) -> Iterator[Staged]:
+        """Prepare an update while the server still runs; yields `WeightUpdate.staged`.
+
+        held: what the server has now, where that is known.
+        """
         yield None
 
     def close(self) -> None:

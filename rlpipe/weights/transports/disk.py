@@ -21,8 +21,8 @@ class DiskTransport(Transport):
 
     async def send(self, client: Server, update: WeightUpdate) -> None:
         """Replace target and draft together. Raises ServerError."""
-        staged = update.checkpoint
-        with contextlib.nullcontext(staged) if staged else self.staged(update.weights) as folder:
+        staged = update.staged
+        with contextlib.nullcontext(staged) if staged else self.staged(update.weights, None) as folder:
             body = {
                 "model_path": str(folder),
                 "weight_version": str(update.version),
@@ -32,7 +32,9 @@ class DiskTransport(Transport):
             await client.post("/update_weights_from_disk", body, self._session.timeout)
 
     @contextlib.contextmanager
-    def staged(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    def staged(
+        self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
+    ) -> Iterator[Path]:
         """Write the checkpoint; it is removed at exit."""
         with self._session.checkpoint(weights) as folder:
             yield folder

@@ -73,7 +73,7 @@ class IpcTransport(GroupTransport):
     async def _load(self, client: Server, bucket: Bucket, body: dict[str, Any]) -> None:
         assert self._member is not None
         location = await self._member.wait_for_bucket()
-        await self._session.load_mapped(client, encode_layout(location | layout_of(bucket)), body)
+        await self._session.load_mapped(client, [encode_layout(location | layout_of(bucket))], body)
         await self._member.acknowledge()
 
 

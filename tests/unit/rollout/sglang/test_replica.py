@@ -27,6 +27,7 @@ from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.offer import Member, Offer, Rendezvous
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.session import WeightSession
+from rlpipe.weights.transports.shared import SharedMemoryTransport
 from tests.helpers import fake_sglang
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, request
@@ -493,19 +494,46 @@ def recorded(fake, monkeypatch):
 def test_a_server_is_paused_only_after_weights_are_written_and_for_a_gpu_hashed(fake, weights, monkeypatch):
     calls = recorded(fake, monkeypatch)
     fake.settings.sglang.weight_transfer = WeightTransfer.DISK
-    served = ["write", "pause_generation", "update_weights_from_disk", "check", "continue_generation"]
+    loaded = ["pause_generation", "update_weights_from_disk"]
     fake.update_weights(weights, 3)
-    calls.remove("hash")  # beside all that
-    assert calls == served
+    assert sorted(calls[:2]) == ["hash", "write"], "both while the server decodes"
+    assert calls[2:] == [*loaded, "continue_generation", "check", "continue_generation"]
     calls.clear()
-    fake._sync.on_gpu = True
+    fake._sync.on_gpu = True  # such a server hashes at once, before it continues
     fake.update_weights(weights, 4)
-    assert calls == ["hash", *served]
+    assert sorted(calls[:2]) == ["hash", "write"]
+    assert calls[2:] == [*loaded, "check", "continue_generation"]
     calls.clear()
     fake.settings.sglang.weight_transfer = WeightTransfer.SHARED
+    fake._updates._deltas = False
     fake.update_weights(weights, 5)
     begun = ["pause_generation", "begin_weight_update", "update_weights_from_tensor"]
     assert calls == ["hash", *begun, "end_weight_update", "check", "continue_generation"]
+
+
+def test_a_delta_that_fails_its_check_is_followed_by_full_weights_then_and_from_then_on(
+    fake, weights, monkeypatch
+):
+    """Here the first check fails whatever was sent; a server without a family's layout would do the same."""
+    reports = [CanaryReport(), CanaryReport(target=["model.norm.weight"]), CanaryReport(), CanaryReport()]
+
+    async def check(self, client, expecting, *, draft, again=None):
+        await expecting
+        return reports.pop(0)
+
+    monkeypatch.setattr(sync.WeightSync, "check", check)
+    sent, send = [], SharedMemoryTransport.send
+
+    async def noted(self, client, update):
+        sent.append(type(update.staged).__name__)
+        await send(self, client, update)
+
+    monkeypatch.setattr(SharedMemoryTransport, "send", noted)
+    fake.settings.sglang.weight_transfer = WeightTransfer.SHARED
+    for version in (3, 4, 5):
+        fake.update_weights(dict(weights), version)
+    assert sent == ["NoneType", "Delta", "NoneType", "NoneType"] and not reports
+    assert kinds(fake) == ["canary_failed"]
 
 
 def test_weights_that_are_sent_again_are_not_hashed_or_written_again(fake, weights, monkeypatch):

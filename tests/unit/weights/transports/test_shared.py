@@ -5,8 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -113,8 +114,13 @@ def checker(monkeypatch):
         def _model_state(self):
             return state.items()
 
+        def _parallelism_info(self, *, role):
+            return SimpleNamespace(model_dump=lambda: {"role": role})
+
         def _compute_checksum(self, skip, *, role):
-            found = {name: module._hash_tensor(tensor) for name, tensor in state.items() if name != skip}
+            skip = skip or ()
+            kept = {name: tensor for name, tensor in state.items() if name not in skip}
+            found = {name: module._hash_tensor(tensor) for name, tensor in kept.items()}
             return found | {role: module._hash_tensor(state["small"] * 2)}
 
     module._hash_tensor, module.WeightChecker, module.state = hash_tensor, WeightChecker, state
@@ -122,21 +128,51 @@ def checker(monkeypatch):
     return module
 
 
+def checked(one, *skip, check="1"):
+    """The answer of a server that is asked for one check until its hashes are there."""
+    while True:
+        answer = one._compute_checksum([served.CHECK + check, *skip], role="draft")
+        if "checksums" not in answer:
+            return answer
+        assert answer["checksums"] == {served.PENDING: ""} and answer["parallelism_info"]["role"] == "draft"
+
+
 def test_a_server_that_hashes_in_threads_answers_as_before(checker):
-    stock = checker.WeightChecker()._compute_checksum("", role="draft")
+    one = checker.WeightChecker()
+    stock = one._compute_checksum([], role="draft")
     checker.hashed.clear()
     served._hash_in_threads.__wrapped__()
-    assert checker.WeightChecker()._compute_checksum("", role="draft") == stock
+    assert checked(one) == stock
     assert checker.hashed[0] == 90 and sorted(checker.hashed) == [3, 3, 3, 90]  # each once, the largest first
-    assert checker.WeightChecker()._compute_checksum("alike", role="draft").keys() == stock.keys() - {"alike"}
+    assert checked(one, "alike", check="2").keys() == stock.keys() - {"alike"}
+    assert one._compute_checksum(role="draft") == stock, "a check without an id waits"
+
+
+def test_a_server_answers_at_once_while_it_hashes(checker, monkeypatch):
+    """So it can serve requests. Two models are done at different times, and are answered for together."""
+    may_hash, hash_tensor = threading.Event(), checker._hash_tensor
+
+    def slowly(tensor):
+        may_hash.wait(10)
+        return hash_tensor(tensor)
+
+    monkeypatch.setattr(checker, "_hash_tensor", slowly)
+    served._hash_in_threads.__wrapped__()
+    one, other = checker.WeightChecker(), checker.WeightChecker()
+    answers = [one._compute_checksum([served.CHECK + "1"], role="draft") for _ in range(3)]
+    assert [answer["checksums"] for answer in answers] == [{served.PENDING: ""}] * 3
+    may_hash.set()
+    assert checked(one).keys() == {*checker.state, "draft"} and checker.hashed.count(90) == 1
+    assert checked(other) == checked(one) and checker.hashed.count(90) == 2, "kept until the other is done"
 
 
 @pytest.mark.parametrize("name", ["small", "large", "alike"])
 def test_each_check_hashes_what_the_server_holds_then(checker, name):
     served._hash_in_threads.__wrapped__()
-    before = checker.WeightChecker()._compute_checksum("", role="draft")
+    one = checker.WeightChecker()
+    before = checked(one)
     checker.state[name].view(torch.int32)[0] ^= 1
-    after = checker.WeightChecker()._compute_checksum("", role="draft")
+    after = checked(one, check="2")
     derived = {"draft"} if name == "small" else set()
     assert {key for key in before if before[key] != after[key]} == {name} | derived
 

@@ -1,0 +1,107 @@
+"""A version as the elements in which it differs from the version that a server holds.
+
+After a step in bf16 most elements have the bits they had: 2% change in two steps of full training. What
+travels are a position (int32) and a value for each that changes, by the tensors of a server's ranks:
+
+    held, new  --server_parts-->  tensors as a rank stores them  -->  positions and values where bits differ
+
+SGLang's `load_weights` takes full Hugging Face tensors and cannot write into a part of a fused one, so
+`served/rlpipe_shared_weights.py` writes elements to their positions. Bits are compared, as integers, so the
+result is that of a full update, and the canary compares the same fingerprints. Where a delta is not worth it
+there is none: types of four bytes change everywhere, and a dense one takes longer than a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rlpipe.weights.canary import DRAFT
+from rlpipe.weights.fingerprint import Parts
+
+MAX_SHARE = 0.25  # of the bytes of a full update
+_INDEX = torch.int32
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Elements(NamedTuple):
+    """Elements of one tensor of a server's rank, which has `numel` in all.
+
+    positions: [k] int32, ascending. values: [k].
+    """
+
+    name: str
+    numel: int
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What each rank of a server has to write, by role (target, draft).
+
+    num_elements: over all ranks and roles. num_bytes: of positions and values.
+    """
+
+    ranks: Sequence[Mapping[str, list[Elements]]]
+    num_elements: int
+    num_bytes: int
+
+
+def delta(held: Sequence[Mapping[str, Parts]], new: Sequence[Mapping[str, Parts]]) -> Delta | None:
+    """Compute the delta between two versions; None where it has more than `MAX_SHARE` of the bytes of `new`.
+
+    held, new: what each rank of a server stores, by name (`canary.rank_parts`). A tensor that the draft
+    shares with the target is listed with the target only.
+    """
+    whole = sum(part.nbytes for rank in new for parts in rank.values() for part in parts)
+    ranks: list[dict[str, list[Elements]]] = []
+    num_elements = num_bytes = 0
+
+    for before, after in zip(held, new, strict=True):
+        if before.keys() != after.keys():
+            return None
+        by_role: dict[str, list[Elements]] = {"target": [], "draft": []}
+        seen: set[int] = set()
+        for name, parts in after.items():
+            if id(parts) in seen:
+                continue
+            seen.add(id(parts))
+
+            # Counted before positions are listed, which take eight bytes each.
+            masks = [_differing(*pair) for pair in zip(before[name], parts, strict=True)]
+            count, numel = sum(int(mask.count_nonzero()) for mask in masks), sum(map(len, masks))
+            num_elements += count
+            num_bytes += count * (_INDEX.itemsize + parts[0].itemsize)
+            if num_bytes > MAX_SHARE * whole or numel >= 2**31:
+                return None
+            if count:
+                role = "draft" if name.startswith(DRAFT) else "target"
+                by_role[role].append(Elements(name.removeprefix(DRAFT), numel, *_elements(masks, parts)))
+        ranks.append(by_role)
+    return Delta(ranks=ranks, num_elements=num_elements, num_bytes=num_bytes)
+
+
+def _differing(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return where the bits of two tensors differ, as [n] bool."""
+    return _bits(held) != _bits(new)
+
+
+def _elements(masks: Sequence[torch.Tensor], parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions [k] int32 in the tensor that the parts make together, and its values [k] there."""
+    positions, values, first = [], [], 0
+    for mask, part in zip(masks, parts, strict=True):
+        at = torch.from_numpy(np.flatnonzero(mask.numpy()))  # faster than torch where few are
+        positions.append((at + first).to(_INDEX))
+        values.append(part.reshape(-1)[at])
+        first += len(mask)
+    return torch.cat(positions), torch.cat(values)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as [n] integers of its elements' size; copied only if it is not contiguous."""
+    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
