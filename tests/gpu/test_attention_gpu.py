@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from rlpipe.batching.micro_batch import Branch
+from rlpipe.rollout.embedded.attention import attend
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 pytestmark = pytest.mark.gpu
@@ -40,3 +41,21 @@ def test_values_and_gradients_are_those_of_masks(groups):
     for mine, masked in zip(*found, strict=True):
         error = (mine - masked).norm() / masked.norm()
         assert error < 1e-2, error
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4)])
+def test_cached_keys_are_attended_to_without_the_products_of_all_scores(heads):
+    """Of the embedded engine, with a mask: torch by itself stores the scores, by three kernels."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, heads[0], DIM, generator=draw)
+    keys, values = (torch.randn(3, heads[1], 40, DIM, generator=draw) for _ in range(2))
+    mask = torch.zeros(3, 4, 37).masked_fill(torch.rand(3, 4, 37, generator=draw) < 0.3, -torch.inf)
+    mask[:, :, 0] = 0
+    wanted = attend(query, keys[:, :, :37], values[:, :, :37], mask)
+    on_gpu = [x.cuda().bfloat16() for x in (query, keys, values, mask)]
+    parts = on_gpu[0], on_gpu[1][:, :, :37], on_gpu[2][:, :, :37], on_gpu[3]
+    with torch.profiler.profile() as profile:
+        found = attend(*parts)
+    assert (found.float().cpu() - wanted).norm() / wanted.norm() < 1e-2
+    called = {event.key for event in profile.key_averages()}
+    assert not called & {"aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_attention_math"}
