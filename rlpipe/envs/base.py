@@ -58,6 +58,7 @@ class GroupMember:
 
 # What `step` returns: a number is the reward and ends the episode, a text is the next observation.
 Step = StepResult | float | str
+Opening = list[dict[str, str]] | StepResult
 
 
 class Episode(Protocol):
@@ -68,8 +69,10 @@ class Episode(Protocol):
     free what the episode holds.
     """
 
-    def messages(self) -> list[dict[str, str]] | Awaitable[list[dict[str, str]]]:
-        """Return the opening chat messages, [{'role': ..., 'content': ...}, ...]."""
+    def messages(self) -> Opening | Awaitable[Opening]:
+        """Return the opening chat messages, [{'role': ..., 'content': ...}, ...].
+
+        Only the seat of a `Game` may return a `StepResult`, of a game that is over before its first turn."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
@@ -90,9 +93,7 @@ class Game(Protocol):
 
     @property
     def seats(self) -> Sequence[Episode]:
-        """Return an episode for each player. They run at once, and their `async def` methods in one thread.
-
-        One whose game ends before its first turn returns a `StepResult` that is done from `messages`."""
+        """Return an episode for each player. All run at once, their `async def` methods in one thread."""
         ...
 
 

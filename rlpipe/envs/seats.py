@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rlpipe.envs.base import StepResult
 from rlpipe.envs.opponents import Opponent
 
-Opening = Callable[[str], list[dict[str, str]]]
+MakeOpening = Callable[[str], list[dict[str, str]]]
 
 
 class TurnGame(Protocol):
@@ -39,7 +39,7 @@ class TurnGame(Protocol):
 class OneSide:
     """One side of a game, alone or against an opponent: an episode. seed: by its parity, who begins."""
 
-    def __init__(self, game: TurnGame, opening: Opening, opponent: Opponent | None, seed: int) -> None:
+    def __init__(self, game: TurnGame, opening: MakeOpening, opponent: Opponent | None, seed: int) -> None:
         self._game, self._opening, self._opponent = game, opening, opponent
         self._side, self._rng = seed % 2 if opponent else 0, random.Random(seed)
 
@@ -65,7 +65,7 @@ class Seats:
     opening: makes the opening messages of a seat from the first text that it reads.
     """
 
-    def __init__(self, game: TurnGame, players: int, opening: Opening) -> None:
+    def __init__(self, game: TurnGame, players: int, opening: MakeOpening) -> None:
         self.game, self.opening, self.moved = game, opening, asyncio.Condition()
         self.unfinished = False  # a limit ended it
         self.seats = [_Seat(self, number) for number in range(players)]
