@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +17,8 @@ TOKEN = "hf_loopback"
 
 @dataclass
 class Hub:
-    """url: of the server. repositories: id -> revision -> folder. gated: ids. requests: what was asked.
+    """url: of the server. repositories: id ("datasets/ID" of data) -> revision -> folder. gated: ids.
+    requests: what was asked.
 
     break_after: bytes after which a download is cut off, as often as breaks says.
     """
@@ -71,12 +73,15 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = self.path.partition("?")[0].strip("/")
             hub.requests.append((self.command, path, self.headers.get("Range") or ""))
             parts = path.split("/")
-            if parts[0] == "api":
-                repo, kind, revision = "/".join(parts[2:4]), *(parts[4:6] or ("revision", "main"))
-                revision = "/".join(parts[5:]) if kind == "revision" and len(parts) > 5 else revision
-                name = ""
+            is_api, is_data = parts[0] == "api", "datasets" in parts[:2]
+            parts = parts[2:] if is_api else parts[is_data:]
+            repo = "/".join((*["datasets"] * is_data, *parts[:2]))
+            if is_api:
+                kind, revision = parts[2:4] or ("revision", "main")
+                revision = "/".join(parts[3:]) if kind == "revision" and len(parts) > 3 else revision
+                name = "/".join(parts[4:]) if kind == "tree" else ""
             else:
-                repo, kind, revision, name = "/".join(parts[:2]), parts[2], parts[3], "/".join(parts[4:])
+                kind, revision, name = parts[2], parts[3], "/".join(parts[4:])
 
             revision = revision.replace("%2F", "/")
             if repo not in hub.repositories:
@@ -94,9 +99,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             files = sorted(file for file in folder.rglob("*") if file.is_file())
             if kind == "revision":
                 siblings = [{"rfilename": str(file.relative_to(folder))} for file in files]
-                body = {"id": repo, "modelId": repo, "sha": commit, "siblings": siblings, "private": False}
+                own = repo.removeprefix("datasets/")
+                body = {"id": own, "modelId": own, "sha": commit, "siblings": siblings, "private": False}
                 return self.answer(200, json.dumps(body).encode(), Content_Type="application/json")
-            if kind == "tree":
+            if kind in ("tree", "paths-info"):
+                asked = None if kind == "tree" else self.asked_paths()
                 rows = [
                     {
                         "type": "file",
@@ -105,11 +112,19 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                         "oid": _blob(file)[:40],
                     }
                     for file in files
+                    if asked is None or str(file.relative_to(folder)) in asked
                 ]
                 return self.answer(200, json.dumps(rows).encode(), Content_Type="application/json")
             return self.send_file(folder / name, commit)
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_GET
+
+        def asked_paths(self) -> list[str]:
+            """The paths that a request for their facts names, in a form or as JSON."""
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+            if "json" in self.headers.get("Content-Type", ""):
+                return list(json.loads(body)["paths"])
+            return urllib.parse.parse_qs(body).get("paths", [])
 
         def send_file(self, file: Path, commit: str) -> None:
             if not file.is_file():

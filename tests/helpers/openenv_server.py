@@ -1,7 +1,8 @@
-"""A server that speaks OpenEnv's protocol: /schema over HTTP, sessions over /ws; a number is to be guessed.
+"""A server that speaks OpenEnv's protocol: /schema over HTTP, sessions over /ws.
 
-Its frames are those that openenv 0.10.0 sent to the same client; the number is the seed. Guessing 99 fails as
-an environment that raises does, 98 closes the connection, and 97 is answered too late.
+Its frames are those that openenv 0.10.0 sent to the same client. By default the seed is to be guessed: 99
+fails as an environment that raises does, 98 closes the connection, and 97 is answered too late. `walk` is the
+environment of recipes/walk.
 """
 
 from __future__ import annotations
@@ -9,21 +10,31 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from websockets.sync.server import Request, Response, ServerConnection, serve
 
+from recipes.walk.walk import Walk
+
 SCHEMA = {
     "properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}},
     "required": ["number"],
 }
+WALK_SCHEMA = {
+    "properties": {"move": {"type": "string"}, "metadata": {"type": "object"}},
+    "required": ["move"],
+}
 
 
 @contextmanager
-def openenv_server(schema: dict[str, Any] | None = None, sessions: int = 8) -> Iterator[str]:
-    """Serve on loopback, and give the address."""
+def openenv_server(
+    schema: dict[str, Any] | None = None,
+    sessions: int = 8,
+    session: Callable[[ServerConnection], None] | None = None,
+) -> Iterator[str]:
+    """Serve on loopback, and give the address. session: plays one, until its client leaves."""
 
     def answer_http(connection: ServerConnection, request: Request) -> Response | None:
         if request.path == "/ws":
@@ -38,7 +49,7 @@ def openenv_server(schema: dict[str, Any] | None = None, sessions: int = 8) -> I
             socket.send(_error("CAPACITY_REACHED", "no session is free"))
             return
         try:
-            _session(socket)
+            (session or guess)(socket)
         finally:
             places.release()
 
@@ -53,7 +64,20 @@ def openenv_server(schema: dict[str, Any] | None = None, sessions: int = 8) -> I
             thread.join()
 
 
-def _session(socket: ServerConnection) -> None:
+def walk(socket: ServerConnection) -> None:
+    """Play recipes/walk."""
+    for frame in socket:
+        message = json.loads(frame)
+        if message["type"] == "reset":
+            one = Walk(message["data"]["seed"])
+            socket.send(_seen(one.show(), 0.0, done=False, steps=0))
+        else:
+            reward, done = one.step(message["data"]["move"])
+            socket.send(_seen(one.show(), reward, done=done, steps=one.steps))
+
+
+def guess(socket: ServerConnection) -> None:
+    """Have the seed guessed."""
     number = steps = 0
     for frame in socket:
         message = json.loads(frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,28 +11,39 @@ import pytest
 from recipes.runs import records
 from recipes.seeds import measured, summary
 from tests.helpers.cli import ROOT, SMALL, run
+from tests.helpers.openenv_server import WALK_SCHEMA, openenv_server, walk
 
 pytestmark = pytest.mark.integration
 RECIPES = {
-    "frozen_lake": ("Answer with one of 4, 2, 6, 8.", "score"),
-    "guess_number": ("guess the number between 1 and 9", "invalid_move"),
-    "find_function": ("Find the file that defines", "names_it"),
+    "frozen_lake": ("Answer with one of 4, 2, 6, 8.", "score", 1),
+    "guess_number": ("guess the number between 1 and 9", "invalid_move", 1),
+    "find_function": ("Find the file that defines", "names_it", 1),
+    "walk": ("Answer with move (string).", "steps", 8),
 }
 
 
+@pytest.fixture(scope="module")
+def walks() -> Iterator[str]:
+    with openenv_server(WALK_SCHEMA, sessions=64, session=walk) as url:
+        yield url
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_steps_of_a_recipe_play_its_environment_and_are_rewarded(recipe: str, tmp_path: Path) -> None:
+def test_two_steps_of_a_recipe_play_its_environment_and_are_rewarded(
+    recipe: str, tmp_path: Path, walks: str
+) -> None:
     small = [*SMALL, "val.every=2", "val.instances=4", "metrics.wandb=off", "run.dir=out", "cluster=inline"]
+    small += [f"env.openenv.url={walks}"]
     result = run(f"+recipe={recipe}", *small, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stdout + result.stderr
 
     one = measured(tmp_path / "out")
     assert len(one["train_reward"]) == 2 and [step for step, _, _ in one["validation"]] == [0, 2]
     played = [json.loads(line) for line in (tmp_path / "out/trajectories.jsonl").read_text().splitlines()]
-    prompt, number = RECIPES[recipe]
+    prompt, number, most = RECIPES[recipe]
     assert played and prompt in str(played[0])
     _, steps = records(tmp_path / "out")
-    assert all(0 <= step[f"env/info/{number}"] <= 1 for step in steps)
+    assert all(0 <= step[f"env/info/{number}"] <= most for step in steps)
 
 
 @pytest.mark.parametrize(("recipe", "turns"), [("mini_swe", 8), ("vf_harness", 1)])

@@ -10,6 +10,7 @@ import pytest
 
 from rlpipe.metrics.jsonl import read_jsonl
 from tests.helpers.cli import run
+from tests.helpers.hub import hub_server
 from tests.helpers.reward_examples import TRL, VERL, verl_rows
 
 pytestmark = pytest.mark.integration
@@ -69,3 +70,27 @@ def test_a_wrong_file_is_refused_within_ten_seconds(tmp_path):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (result.returncode, "there is no file" in result.stderr) == (2, True)
     assert after.ru_utime - before.ru_utime < 10
+
+
+def test_a_data_set_of_the_hub_is_downloaded_once_and_then_read_without_a_network(tmp_path):
+    """A stand-in for the hub; the library reads its address when it is imported, so each is a new process."""
+    (repository := tmp_path / "repository").mkdir()
+    for split, word in (("train", "Say"), ("test", "Tell")):
+        rows = [{"prompt": f"{word} {n}.", "answer": str(n)} for n in range(30)]
+        (repository / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    given = ["data.train=org/sums", "data.held_out=split:test", "reward=exact_match", "run.steps=1"]
+    small = ["cluster=inline", "val.every=0", "pipeline.prompts_per_step=2", "pipeline.group_size=2"]
+    with hub_server() as hub:
+        hub.add("datasets/org/sums", repository)
+        for number, variables in enumerate(({}, {"HF_HUB_OFFLINE": "1"})):
+            result = run(
+                *["+recipe=function", *given, *small, f"run.dir=out{number}"],
+                cwd=tmp_path,
+                fresh=True,
+                **{"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")} | variables,
+            )
+            assert result.returncode == 0, result.stdout + result.stderr
+            assert "30 rows to train on and 30 held out" in result.stdout
+            assert bool(hub.requests) is (number == 0)
+            hub.requests.clear()

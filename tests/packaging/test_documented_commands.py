@@ -69,6 +69,8 @@ NOT_RUN = {
     "rlpipe draft-vocab": "takes a model and a run; test_draft_vocab_command runs it",
     "python -m recipes.smollm_adapt.*": "minutes; test_smollm_studies plays their figures",
     "python -m recipes.smollm_rl.seeds": "half an hour; test_real_model runs two steps",
+    "python3 -m venv openenv": "makes an environment of its own",
+    "openenv/bin/*": "needs the package index; test_game_recipes serves these walks by the same protocol",
     "python -m recipes.seeds": "minutes for each seed; test_game_recipes plays the runs in short",
     "rlpipe pool": "asks a run that is under way; tests/chaos/test_pool.py does",
 }
@@ -77,6 +79,7 @@ PLAYED = {
     TUTORIAL,
     "docs/your_agent.md",
     "docs/your_data.md",
+    "docs/your_environment.md",
     "docs/coming_from.md",
     "docs/own_environment.md",
     "docs/your_algorithm.md",

@@ -12,6 +12,7 @@ import pytest
 from rlpipe.envs.function.ready import READY
 from rlpipe.models import FAMILIES
 from tests.helpers.cli import ROOT
+from tests.helpers.openenv_server import WALK_SCHEMA, openenv_server, walk
 
 pytestmark = pytest.mark.packaging
 
@@ -46,10 +47,11 @@ def play(tmp_path, page, file, *overrides):
     return folder
 
 
-def follow(page, folder, home):
+def follow(page, folder, home, replaced=()):
     """Every file and command of a page from top to bottom; returns what the commands printed.
 
-    A file is a block after a sentence that ends with its name: "... `my_env.py`:".
+    A file is a block after a sentence that ends with its name: "... `my_env.py`:". replaced: words of the
+    commands, such as an address, by others.
     """
     home.mkdir()
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -61,6 +63,8 @@ def follow(page, folder, home):
             (folder / name).write_text(body)
             continue
         for line in body.replace("\\\n", " ").splitlines():
+            for old, new in dict(replaced).items():
+                line = line.replace(old, new)
             words = shlex.split(line)
             if words[0] == "hf" or "+recipe=eagle3" in words or "+recipe=swe_rl" in words:
                 continue  # a download; and drafts, whose own recipe is tested
@@ -110,6 +114,20 @@ def test_a_ten_line_agent_trains_for_two_steps(tmp_path):
     assert len(steps) == 2
     assert all(r["env/info/requests"] == 2 and r["env/info/segments"] == 1 for r in steps)
     assert all(r["env/masked"] == 0 and r["env/info/drift"] == 0 for r in steps)
+
+
+def test_environments_of_every_library_are_checked_and_trained_in_as_the_page_says(tmp_path):
+    (folder := tmp_path / "mine").mkdir()
+    with openenv_server(WALK_SCHEMA, sessions=64, session=walk) as url:
+        printed = follow("your_environment.md", folder, tmp_path / "home", {"http://127.0.0.1:8000": url})
+    trained = [said for said in printed if "finished after step 2/2" in said]
+    checked = [said for said in printed if "nothing wrong found" in said]
+    assert (len(trained), len(checked), len(printed)) == (3, 6, 9)
+
+    # In self-play, what one side wins the other has lost.
+    games = [r for r in metrics(folder / "runs" / "tictactoe") if "critic/rewards/mean" in r]
+    rewards = [[r[f"critic/rewards/{name}"] for name in ("min", "mean", "max")] for r in games]
+    assert rewards == [[-1.0, 0.0, 1.0]] * 2 and all(r["env/masked"] == 0 for r in games)
 
 
 def test_data_and_rewards_of_other_frameworks_are_taken_as_they_are(tmp_path):
