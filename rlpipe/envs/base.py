@@ -186,7 +186,7 @@ def finish_episode(episode: Episode) -> Any:
     return StepResult(done=True, reward=0.0) if finish is None else finish()
 
 
-def close_episode(episode: Episode) -> Any:
+def close_episode(episode: Episode | Game) -> Any:
     """Call `close` of an episode, if it has one."""
     close = getattr(episode, "close", None)
     return None if close is None else close()

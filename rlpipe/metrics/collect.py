@@ -258,7 +258,7 @@ def _num_accepted(counts: SpecCounts) -> Histogram:
 def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
     # A group whose trajectories are all masked has no outcome.
     ended = [g for g in groups if g.sides()]
-    rewards = [[t.reward for t in _complete(g.trajectories)] for g in ended]
+    rewards = [[t.reward or 0.0 for t in _complete(g.trajectories)] for g in ended]
     return {
         "env/solve_all": Mean.of(min(r) >= SOLVED for r in rewards),
         "env/solve_none": Mean.of(max(r) <= 0 for r in rewards),
