@@ -536,6 +536,34 @@ def test_a_delta_that_fails_its_check_is_followed_by_full_weights_then_and_from_
     assert kinds(fake) == ["canary_failed"]
 
 
+def test_no_delta_is_sent_to_a_server_whose_last_update_failed(fake, weights, monkeypatch):
+    """It may hold weights of both versions; a delta to the third would leave them there."""
+    failing = []
+
+    async def check(self, client, expecting, *, draft, again=None):
+        await expecting
+        return CanaryReport(target=list(failing))
+
+    monkeypatch.setattr(sync.WeightSync, "check", check)
+    sent, send = [], SharedMemoryTransport.send
+
+    async def noted(self, client, update):
+        sent.append(type(update.staged).__name__)
+        await send(self, client, update)
+
+    monkeypatch.setattr(SharedMemoryTransport, "send", noted)
+    fake.settings.sglang.weight_transfer = WeightTransfer.SHARED
+    fake.update_weights(dict(weights), 3)
+    failing.append("model.norm.weight")
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+    with pytest.raises(RuntimeError, match="does not hold version 4"):
+        fake.update_weights(changed, 4)
+    failing.clear()
+    for version in (5, 6):
+        fake.update_weights(dict(weights), version)
+    assert sent == ["NoneType"] * 4 + ["Delta"], "full to version 5, and a delta once it is known again"
+
+
 def test_weights_that_are_sent_again_are_not_hashed_or_written_again(fake, weights, monkeypatch):
     reports = [CanaryReport(draft=["draft.model.norm.weight"]), CanaryReport()]
 
