@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlpipe.rollout.embedded import drafting
 from rlpipe.spec import kernels, verify
 from rlpipe.spec.kernels import launch
 from rlpipe.spec.sampling import sample_cdf
+from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.kernel_cases import (
     EDGE,
     RULES,
@@ -22,6 +24,7 @@ from tests.helpers.kernel_cases import (
     lattice,
     random_case,
 )
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.integration
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -373,3 +376,23 @@ def test_a_planted_bug_in_the_kernels_is_caught(mutant, tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(launch, "_programs", lambda _: (module, interpreted))
     assert differs(rule)
+
+
+def test_kernels_verify_on_a_gpu_and_torch_elsewhere():
+    assert [verify.backend_for(torch.device(name)) for name in ("cuda:1", "cpu")] == ["triton", "torch"]
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block", "target_only"])
+def test_the_embedded_engine_generates_the_same_by_kernels(mode, tmp_path, monkeypatch):
+    """As on a GPU, interpreted; the counter shows that they ran."""
+    path, launched, real = write_random_checkpoint(tmp_path / "model"), [], launch._programs
+    monkeypatch.setattr(launch, "_programs", lambda device: launched.append(device) or real(device))
+    prompts = [[2, 5, 7], [3, 4, 5, 6]]
+    results = []
+    for backend in ("torch", "triton"):
+        monkeypatch.setattr(drafting, "backend_for", lambda _, backend=backend: backend)
+        with running_engine(path, mode, gamma=2) as engine:
+            turns = generate(engine, *(request(n, p, max_new_tokens=12) for n, p in enumerate(prompts)))
+        results.append([turn.output_ids.tolist() for turn in turns])
+        assert bool(launched) == (backend == "triton")
+    assert results[0] == results[1]

@@ -30,6 +30,7 @@ from rlpipe.spec.tree import Tree
 from rlpipe.spec.verify import (
     TreeVerdict,
     Verdict,
+    backend_for,
     rearrange_kv,
     verify_block,
     verify_chain,
@@ -139,6 +140,7 @@ class ChainDrafting(_RowDrafting):
         super().__init__(model, table)
         self._mode = mode
         self._samples = mode in (SpecMode.REJECTION, SpecMode.BLOCK)
+        self._backend = backend_for(model.device)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Start a step's rows; block verification takes all uniforms of a step from its first position.
@@ -209,9 +211,9 @@ class ChainDrafting(_RowDrafting):
         if self._mode is SpecMode.GREEDY:
             return verify_greedy(drafts, choices)
         if self._mode is SpecMode.TARGET_ONLY:
-            return verify_target_only(drafts, None, choices, coins, residual)
+            return verify_target_only(drafts, None, choices, coins, residual, backend=self._backend)
         rule = verify_block if self._mode is SpecMode.BLOCK else verify_chain
-        return rule(drafts, draft_probs, choices, coins, residual)
+        return rule(drafts, draft_probs, choices, coins, residual, backend=self._backend)
 
 
 class LookupDrafting(ChainDrafting):

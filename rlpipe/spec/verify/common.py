@@ -19,6 +19,11 @@ def runs_on_kernels(backend: str) -> bool:
     return backend == "triton"
 
 
+def backend_for(device: torch.device) -> str:
+    """Return the faster backend for tensors on a device: the kernels on a GPU, torch elsewhere."""
+    return "triton" if device.type == "cuda" else "torch"
+
+
 def leading(accepted: torch.Tensor) -> torch.Tensor:
     """Count the leading True of each row: [B, gamma] bool -> [B] int64."""
     return accepted.cumprod(1, dtype=torch.int64).sum(1)
