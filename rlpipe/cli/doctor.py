@@ -342,7 +342,7 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
     from rlpipe.cli.run import check_before, config_of
     from rlpipe.launch import check_run_directory, check_task
     from rlpipe.preflight.learning_rate import rate_note
-    from rlpipe.preflight.memory_estimate import estimate, gpu_bytes
+    from rlpipe.preflight.memory_estimate import checkpoint_of_run, estimate, gpu_bytes
     from rlpipe.preflight.object_store import store_memory
     from rlpipe.preflight.settings import check
 
@@ -351,7 +351,8 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
         check(config)
 
         # The estimates come first, so that they are printed even if the launch is refused.
-        for memory in (*estimate(config, gpu_bytes(config)), store_memory(config)):
+        card = gpu_bytes(config)
+        for memory in (*estimate(config, card), checkpoint_of_run(config, card), store_memory(config)):
             if memory is None:
                 continue
             yield Finding(level=Level.INFO, name="memory", found=str(memory))

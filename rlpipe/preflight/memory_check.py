@@ -20,9 +20,11 @@ from rlpipe.models.checkpoint import read_config
 from rlpipe.preflight.memory_estimate import (
     GIB,
     RESERVED,
+    checkpoint_of_run,
     conversation_bytes,
     estimate,
     gpu_bytes,
+    has_gpus,
     host_bytes,
 )
 from rlpipe.preflight.object_store import check_store, local_store
@@ -176,12 +178,27 @@ def check_memory(config: Config) -> None:
         check_store(config, local_store())
 
     card = gpu_bytes(config)
+    if has_gpus() and not config.cluster.address:
+        check_checkpoint(config, host_bytes())
     host = 0 if card or config.cluster.address else host_bytes()
     if not (wrong := excess(config, card, host)):
         return
 
     shown = "; ".join(str(memory) for memory in estimate(config, card))
     raise ValueError(f"the run would take {wrong} ({shown}). {advice(config, card, host)}")
+
+
+def check_checkpoint(config: Config, host: int) -> None:
+    """Refuse a run whose checkpoints would not fit the memory of its one machine, before anything is started.
+
+    host: bytes of the machine. Raises ValueError.
+    """
+    saved = checkpoint_of_run(config, gpu_bytes(config))
+    if saved and saved.total > host:
+        raise ValueError(
+            f"a checkpoint would take more memory than this machine has ({saved}; {host / GIB:.1f} GiB). "
+            f"Take one with more, several (cluster.address), or adapters (trainer.lora.rank={_RANK})."
+        )
 
 
 def advice(config: Config, card: int, host: int) -> str:

@@ -142,7 +142,7 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
     """
     trainer = config.trainer
     half = trainer.precision is Precision.BF16
-    size = 2 if half else 4
+    size = _bytes_trained(config)
     ep = trainer.expert_ranks(arch.experts.count if arch.experts else 0)
     model, draft = parameters(arch, trainer.tp, ep, layers)
 
@@ -170,14 +170,7 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
     update = 4 * stepped if on_gpu else 0
 
     # While weights are sent to engines: two buckets of a broadcast, or a copy of all.
-    sent = (
-        2 * config.rollout.sglang.bucket_mb * MIB
-        if config.broadcasts_weights or on_gpu
-        else size * (model + draft)
-    )
-    if arch.experts:
-        # At least one expert of each expert parallel rank is gathered at once.
-        sent = max(sent, 2 * size * 3 * arch.hidden * arch.inner * trainer.ep)
+    sent = sent_bytes(arch, config, on_gpu=on_gpu) or size * (model + draft)
 
     return Memory(
         process="trainer rank",
@@ -193,6 +186,62 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
             "update": max(0, max(update, sent) - kept - head),
         },
     )
+
+
+def sent_bytes(arch: Architecture, config: Config, *, on_gpu: bool) -> int:
+    """Return the bytes of the buckets of weights that a trainer rank holds at once; 0 where it copies all.
+
+    Two buckets; of experts, at least one of each expert parallel rank is gathered at once.
+    """
+    if not (config.broadcasts_weights or on_gpu):
+        return 0
+    buckets = 2 * config.rollout.sglang.bucket_mb * MIB
+    if arch.experts:
+        ep = config.trainer.expert_ranks(arch.experts.count)
+        buckets = max(buckets, 2 * _bytes_trained(config) * 3 * arch.hidden * arch.inner * ep)
+    return buckets
+
+
+def checkpoint_memory(arch: Architecture, config: Config, *, all_ranks: bool = False) -> Memory:
+    """Estimate what saving a checkpoint adds on the host of rank 0, which has the most to copy.
+
+    Each rank copies its share of the optimizer state, and the first of its data parallel ranks its part of
+    the weights; rank 0, of the first pipeline stage, gathers all weights for Hugging Face's format, too. A
+    distributed optimizer stores master weights in float32 as well. Nothing is added on a GPU.
+
+    all_ranks: what is added on all hosts together.
+    """
+    trainer = config.trainer
+    if all_ranks:
+        alone = replace(trainer, tp=1, pp=1, cp=1, dp=1, ep=1, sp=False)
+        config = replace(config, trainer=alone)
+    layers = range(config.trainer.stage_layers(arch.layers)[0])
+    parts = _stage_memory(arch, config, layers, config.trainer.pp, on_gpu=False).parts
+
+    state = parts["optimizer"]
+    if trainer.distributed_optimizer and trainer.precision is Precision.FP32:
+        state = state // 8 * 12
+
+    # Adapters are saved without the backbone below them.
+    resumed = 0 if trainer.lora.active else parts["weights"]
+    every = _bytes_trained(config) * sum(parameters(arch))
+    return Memory(
+        process="a checkpoint, all hosts" if all_ranks else "a checkpoint, host of rank 0",
+        parts={"optimizer": state, "weights": resumed, "all weights": every},
+    )
+
+
+def checkpoint_of_run(config: Config, card: int) -> Memory | None:
+    """Estimate what a checkpoint adds on the hosts of a run's GPUs; on a CPU `estimate` counts it already."""
+    if not card or not config.run.half.trains:
+        return None
+    arch = read_architecture(read_config(resolve_model(config.model.path)))
+    return checkpoint_memory(arch, config, all_ranks=True)
+
+
+def _bytes_trained(config: Config) -> int:
+    """Return the bytes of one number of the trainer's weights."""
+    return 2 if config.trainer.precision is Precision.BF16 else 4
 
 
 def _activations(
@@ -407,10 +456,12 @@ def estimate(config: Config, card: int = 0) -> list[Memory]:
     served = read_architecture(read_config(resolve_model(config.rollout_model)))
     if run_mode.trains:
         trainer = trainer_memory(policy, config, on_gpu=card > 0)
-        processes.append(trainer if card else _on_host(trainer, config, libraries=LIBRARIES))
+        saved = checkpoint_memory(policy, config).total
+        processes.append(trainer if card else _on_host(trainer, config, libraries=LIBRARIES, saved=saved))
         if config.decoupled.active:
             actor = trainer_memory(served, config, on_gpu=card > 0)
-            actor = actor if card else _on_host(actor, config, libraries=0)
+            saved = checkpoint_memory(served, config).total
+            actor = actor if card else _on_host(actor, config, libraries=0, saved=saved)
             processes.append(replace(actor, process="trainer rank, the actor's part"))
 
     if run_mode.generates and config.rollout.engine is EngineKind.SGLANG:
@@ -422,36 +473,36 @@ def estimate(config: Config, card: int = 0) -> list[Memory]:
     return processes
 
 
-def _on_host(memory: Memory, config: Config, *, libraries: int) -> Memory:
+def _on_host(memory: Memory, config: Config, *, libraries: int, saved: int = 0) -> Memory:
     """Add what a process takes on a CPU beyond its tensors, and the copy that a checkpoint is written from.
 
-    libraries: their bytes, 0 where they are counted for another part of the process.
+    libraries: their bytes, 0 where they are counted for another part of the process. saved: those of the
+    copy.
     """
     parts = memory.parts
     passing = sum(parts.get(name, 0) for name in ("activations", "logits", "update"))
     retained = int(RETAINED * passing)
-    copied = 0
 
-    if "optimizer" in parts:
-        # Adapters are saved without the backbone below them.
-        resumed = 0 if config.trainer.lora.active else parts["weights"]
-        copied = parts["optimizer"] + resumed + parts["weights"]
-
-        # Unless the next step begins while it is written, the copy takes the place of activations.
-        run = config.run
-        if not (run.save_async and 0 < run.save_every < run.steps):
-            copied = max(0, copied - passing - retained)
-    more = {"libraries": libraries, "allocator": retained, "checkpoint": copied}
+    # Unless the next step begins while it is written, the copy takes the place of activations.
+    run = config.run
+    if not (run.save_async and 0 < run.save_every < run.steps):
+        saved = max(0, saved - passing - retained)
+    more = {"libraries": libraries, "allocator": retained, "checkpoint": saved}
     return replace(memory, parts=parts | more)
 
 
 def gpu_bytes(config: Config) -> int:
     """Return the bytes of one GPU: `cluster.gpu_gb`, else this machine's first GPU, 0 without any."""
-    if config.cluster.gpu_gb or shutil.which("nvidia-smi") is None:
+    if config.cluster.gpu_gb or not has_gpus():
         return int(config.cluster.gpu_gb * GIB)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout.split()[0]) * MIB if done.returncode == 0 and done.stdout.strip() else 0
+
+
+def has_gpus() -> bool:
+    """Return whether this machine has GPUs, as far as `nvidia-smi` shows it."""
+    return shutil.which("nvidia-smi") is not None
 
 
 def host_bytes() -> int:

@@ -15,7 +15,7 @@ import functools
 import queue
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,9 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -50,15 +52,25 @@ class Resumable(Protocol):
 class Saving:
     """An unfinished checkpoint of a copied state. Every rank calls `write`, then all call `finish`."""
 
-    def __init__(self, request: AsyncRequest, unfinished: Path, directory: Path) -> None:
-        """Copy the planned tensors. unfinished: temporary directory. directory: its name when complete."""
+    def __init__(
+        self, request: AsyncRequest, unfinished: Path, directory: Path, *, storages: Set[int]
+    ) -> None:
+        """Copy the planned tensors.
+
+        unfinished: temporary directory. directory: its name when complete. storages: addresses of the
+        trainer's own memory, see `_copied`.
+        """
         self._unfinished, self._directory = unfinished, directory
         self._function, self._finalize = request.async_fn, request.finalize_fns
 
         # Without a function this rank has no files to write.
         if self._function is not None:
             self._rank, planned, self._results = request.async_fn_args
-            self._buckets = _copied(planned, request.preload_fn())
+            self._buckets = _copied(request.preload_fn(), storages)
+
+            # Megatron's writer keeps its buckets until the save is finished, of which it only counts them.
+            for *_, (_, tensors) in planned:
+                tensors.clear()
 
     def write(self) -> None:
         """Write this rank's files. Uses no model and no process group. Raises OSError."""
@@ -144,7 +156,7 @@ def begin_save(trainer: Resumable, directory: Path) -> Saving:
         )
         assert request is not None  # an asynchronous save returns one
 
-        return Saving(request, unfinished, directory)
+        return Saving(request, unfinished, directory, storages=_storages(state))
     finally:
         trainer.optimizer.write_steps(updates)
 
@@ -198,20 +210,32 @@ def save_hf(
         write_table(directory / DRAFT_VOCAB, draft_vocab)
 
 
-def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:
-    """Clone the tensors of `staged` that are still the trainer's.
+def _copied(staged: list[Any], storages: Set[int]) -> list[Any]:
+    """Clone the tensors that are still the trainer's: those in one of its storages.
 
-    planned: the buckets before `preload_fn` moved them to the host. A tensor that was on the host already is
-    the same object in both.
+    staged: Megatron's buckets on the host. It has moved there what was on a GPU, and of tensors on the host
+    it has copied those that are a part of another: they are not copied again.
     """
-    copies = []
-    for (path, name, (data, tensors)), (*_, (_, owned)) in zip(staged, planned, strict=True):
-        own = [
-            (item, tensor.clone() if tensor is original else tensor)
-            for (item, tensor), (_, original) in zip(tensors, owned, strict=True)
-        ]
-        copies.append((path, name, (data, own)))
-    return copies
+    return [
+        (
+            path,
+            name,
+            (
+                data,
+                [
+                    (item, tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor)
+                    for item, tensor in tensors
+                ],
+            ),
+        )
+        for path, name, (data, tensors) in staged
+    ]
+
+
+def _storages(state: dict[str, Any]) -> set[int]:
+    """Return the addresses of the memory in which the tensors of a sharded state are."""
+    sharded, _ = extract_sharded_tensors_and_factories(state)
+    return {entry.data.untyped_storage().data_ptr() for entry in nested_values(sharded)}
 
 
 def _tensors(trainer: Resumable, *, loading: bool) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from omegaconf import OmegaConf
 from rlpipe.cli.run import config_of
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.run import Config
+from rlpipe.config.trainer import TrainerConfig
 from rlpipe.models import read_architecture
 from rlpipe.preflight.memory_estimate import engine_memory, estimate, trainer_memory
 
@@ -123,7 +124,7 @@ def estimated(case: dict[str, Any]) -> int:
     return trainer_memory(arch, settings(case), on_gpu=torch.cuda.is_available()).total
 
 
-def write_model(path: Path, config: dict[str, Any]) -> Path:
+def write_model(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint of random weights."""
     from safetensors.torch import save_file
 
@@ -133,22 +134,31 @@ def write_model(path: Path, config: dict[str, Any]) -> Path:
     shapes = arch.weight_shapes(mtp=bool(arch.mtp_layers))
     if config.get("tie_word_embeddings"):
         del shapes["lm_head.weight"]
-    save_file(
-        {n: 0.02 * torch.randn(s) + (len(s) == 1) for n, s in shapes.items()}, path / "model.safetensors"
-    )
+    weights = {n: (0.02 * torch.randn(s) + (len(s) == 1)).to("cpu", dtype) for n, s in shapes.items()}
+    save_file(weights, path / "model.safetensors")
     return path
 
 
 def train(path: Path, config: Config, step: Any) -> None:
     """Two optimizer steps of a full micro-batch; `step` is called before each."""
-    from rlpipe.batching.packing import pack
     from rlpipe.trainer.megatron import MegatronTrainer
-    from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
 
     trainer = MegatronTrainer(config.trainer, config.algo, DraftConfig(), model_path=path, total_steps=2)
-    vocab, length, budget = trainer.hf_config["vocab_size"], 512, config.trainer.micro_batch_tokens
+    batch = full_batch(trainer.hf_config["vocab_size"], config.trainer)
+    for _ in range(2):
+        step()
+        trainer.train_step(batch)
+    trainer.close()
+
+
+def full_batch(vocab: int, trainer: TrainerConfig) -> Any:
+    """One full micro-batch of random tokens for each data parallel rank, packed, in rows of 512."""
+    from rlpipe.batching.packing import pack
+    from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
+
+    length, budget = 512, trainer.micro_batch_tokens
     rng, rows = np.random.default_rng(0), []
-    for i in range(budget // length):
+    for i in range(trainer.dp * budget // length):
         row = Trajectory(trajectory_id=str(i), group_id="g", instance_id="i", reward=1.0, prompt_length=8)
         row.append_context(rng.integers(0, vocab, 8).tolist())
         size = length - 8
@@ -164,11 +174,8 @@ def train(path: Path, config: Config, step: Any) -> None:
             )
         )
         rows.append(row)
-    batch = pack(rows, [np.ones(len(r.token_ids), np.float32) for r in rows], budget)
-    for _ in range(2):
-        step()
-        trainer.train_step(batch)
-    trainer.close()
+    weights = [np.ones(len(row.token_ids), np.float32) for row in rows]
+    return pack(rows, weights, budget, dp_size=trainer.dp)
 
 
 def generate(path: Path, config: Config, step: Any) -> None:

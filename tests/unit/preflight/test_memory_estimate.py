@@ -17,14 +17,16 @@ from rlpipe.config.trainer import check_parallel
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.preflight import memory_check
-from rlpipe.preflight.memory_check import advice, check_memory, excess, remedy
+from rlpipe.preflight.memory_check import advice, check_checkpoint, check_memory, excess, remedy
 from rlpipe.preflight.memory_estimate import (
     GIB,
     Memory,
+    checkpoint_memory,
     conversation_bytes,
     engine_memory,
     estimate,
     parameters,
+    sent_bytes,
     server_memory,
     trainer_memory,
 )
@@ -33,6 +35,7 @@ from rlpipe.preflight.object_store import check_store, local_store, store_memory
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = json.loads((ROOT / "scripts" / "bench" / "results" / "memory_estimate.json").read_text())
+CHECKPOINTS = json.loads((ROOT / "scripts" / "bench" / "results" / "checkpoint_peaks.json").read_text())
 CARD = 80 * GIB
 SIZES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
@@ -98,6 +101,14 @@ def test_an_estimate_is_within_a_tenth_of_the_measured_peak(row):
     config = OmegaConf.to_object(OmegaConf.merge(Config, case))
     memory = (engine_memory if "rollout" in case else trainer_memory)(arch, config)
     assert memory.total == pytest.approx(row["measured"], rel=0.1)
+
+
+@pytest.mark.parametrize("row", CHECKPOINTS["rows"], ids=lambda row: row["name"])
+def test_what_a_checkpoint_takes_is_within_a_twentieth_of_what_was_measured(row):
+    case = dict(row["case"])
+    arch = read_architecture(MEASURED["model"] | case.pop("model"))
+    config = OmegaConf.to_object(OmegaConf.merge(Config, case))
+    assert checkpoint_memory(arch, config).total == pytest.approx(row["save"], rel=0.05)
 
 
 def tied_and_untied(size: str):
@@ -397,26 +408,40 @@ def test_a_machine_without_gpus_is_held_to_its_own_memory():
     assert "on a machine that has" in excess(config, 0, GIB // 16)
 
 
-def test_the_page_of_clusters_shows_what_the_estimate_says(models):
-    page = (ROOT / "docs" / "clusters.md").read_text()
-    for size in SIZES:
-        for cluster in ("one_gpu", "one_node", "many_nodes"):
-            assert row(models, size, cluster) in page
+def test_a_checkpoint_takes_no_more_with_several_ranks_and_rank_0_its_share(models):
+    arch = read_architecture(read_config(models / "7.8B"))
+    count, trained = sum(parameters(arch)), parameters(arch)[0]
+    config = preset(models, "7.8B", "one_node")  # tp 2, dp 2
+    whole, first = checkpoint_memory(arch, config, all_ranks=True), checkpoint_memory(arch, config)
+    assert whole.parts == {"optimizer": 12 * trained, "weights": 2 * count, "all weights": 2 * count}
+    assert first.parts["all weights"] == 2 * count
+    assert first.parts["optimizer"] == pytest.approx(3 * trained, rel=0.01)
+    assert first.parts["weights"] == pytest.approx(count, rel=0.01)
+    lora = preset(models, "7.8B", "one_node", "trainer.lora.rank=8", "draft.train=off")
+    adapted = checkpoint_memory(arch, lora, all_ranks=True).parts
+    assert adapted["weights"] == 0 and adapted["optimizer"] < 0.1 * count
 
 
-def row(models, size, cluster) -> str:
-    """One line of the page's table."""
-    config = preset(models, size, cluster)
-    trainer, server = estimate(config, CARD)
-    fits = not excess(config, CARD, 0)
-    try:
-        check_parallel(config.trainer, read_config(models / size))
-    except ValueError:
-        fits = False
-    change = remedy(config, CARD, 0)
-    verdict = "fits" if fits else f"`{change}`" if change else "no"
-    figures = f"{trainer.total / GIB:.1f} | {server.parts['weights'] / GIB:.1f}"
-    return f"| {size} | `{cluster}` | {figures} | {verdict} |"
+def test_a_machine_whose_memory_a_checkpoint_exceeds_is_refused(models, monkeypatch):
+    config = preset(models, "7.8B", "one_node")
+    check_checkpoint(config, 128 * GIB)
+    with pytest.raises(ValueError, match=r"a checkpoint, all hosts: 11\d\.\d GiB .*; 64\.0 GiB\)\. Take"):
+        check_checkpoint(config, 64 * GIB)
+
+    # A machine without GPUs, on which settings are only checked, is not the one that saves.
+    monkeypatch.setattr(memory_check, "host_bytes", lambda: 64 * GIB)
+    check_memory(config)
+    monkeypatch.setattr(memory_check, "has_gpus", lambda: True)
+    with pytest.raises(ValueError, match="a checkpoint would take"):
+        check_memory(config)
+
+
+def test_buckets_of_experts_hold_one_of_each_rank_that_shares_them(models):
+    """`ep: 0` shares them among all data parallel ranks: 16 of them with two experts of 37.7 MB each."""
+    arch = replace(read_architecture(read_config(models / "30B-A3B")), hidden=4096)
+    config = preset(models, "30B-A3B", "many_nodes", "spec.mode=none", "trainer.tp=1", "trainer.dp=16")
+    expert = 2 * 3 * 4096 * 768
+    assert config.trainer.ep == 0 and sent_bytes(arch, config, on_gpu=True) == max(2 * 256 << 20, 32 * expert)
 
 
 def deepseek(folder, *settings) -> Config:
