@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from harness import Arm, bench_parser, load_average, provenance, table, take_turns, write_result
+from harness import Arm, Samples, bench_parser, load_average, provenance, table, take_turns, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -50,6 +50,14 @@ def on_host(tensors: dict[str, Parts]) -> None:
             digest.update(part.view(-1).view(torch.uint8).numpy().data)
 
 
+def summary(samples: Samples, num_bytes: int) -> dict[str, dict[str, float]]:
+    """Return median seconds and gigabytes a second of each arm."""
+    return {
+        name: {"s": median(seconds), "gb_per_s": num_bytes / 1e9 / median(seconds)}
+        for name, seconds in samples.seconds.items()
+    }
+
+
 def main() -> None:
     """Time every arm and write one JSON."""
     parser = bench_parser(__doc__)
@@ -67,11 +75,7 @@ def main() -> None:
         "hashlib": lambda: on_host(host),
     }
     # The first round compiles.
-    samples = take_turns(arms, args.repeats)
-    results = {
-        name: {"s": median(seconds), "gb_per_s": num_bytes / 1e9 / median(seconds)}
-        for name, seconds in samples.seconds.items()
-    }
+    results = summary(take_turns(arms, args.repeats), num_bytes)
     report = {**provenance(args, load, device=args.device), "bytes": num_bytes, "results": results}
     print(
         table({name: {key: round(value, 3) for key, value in row.items()} for name, row in results.items()})

@@ -191,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Rows of all arms: each in a process of its own, taking turns."""
     rows: dict[str, dict[str, Any]] = {}
     running: dict[str, ArmProcess] = {}
-    for arm in (*LOGIT_ARMS, *HIDDEN_ARMS):
+    for arm in args.arms:
         if reason := _unavailable(arm, args.device):
             rows[arm] = {"skipped": reason}
         else:
@@ -212,6 +212,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def _ratios(arms: dict[str, dict[str, Any]], own: str, base: str) -> dict[str, float]:
+    if own not in arms or base not in arms:
+        return {}
     mine, theirs = arms[own], arms[base]
     return {
         f"speed {own} / {base}": round(theirs["ms"] / mine["ms"], 2),
@@ -230,6 +232,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096 if cuda else 128)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=20 if cuda else 5)
+    every = (*LOGIT_ARMS, *HIDDEN_ARMS)
+    parser.add_argument("--arms", nargs="+", choices=every, default=every, help="'ours' must be among them")
     args, load = parser.parse_args(), load_average()
     arms = measure(args)
     size = torch.empty(0, dtype=getattr(torch, args.dtype)).element_size()

@@ -27,6 +27,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +38,7 @@ from typing import Any
 
 import torch
 from harness import (
+    Clock,
     bench_parser,
     calls_for,
     load_average,
@@ -187,7 +189,14 @@ def graphed(arm: Arm) -> Arm:
     return run
 
 
-def measure(arms: dict[str, Arm], device: str, repeats: int, budget_s: float) -> dict[str, Any]:
+def measure(
+    arms: dict[str, Arm],
+    device: str,
+    repeats: int,
+    budget_s: float,
+    *,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
     """Each arm: two calls to warm up, one to size the block of calls to budget_s, then rounds of turns."""
     synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
     reference = arms["torch"]().cpu()
@@ -196,10 +205,10 @@ def measure(arms: dict[str, Arm], device: str, repeats: int, budget_s: float) ->
         agreement[name] = (arm().cpu() == reference).double().mean().item()
         arm()
         synchronize()
-        calls[name] = calls_for(arm, budget_s, synchronize=synchronize)
+        calls[name] = calls_for(arm, budget_s, synchronize=synchronize, clock=clock)
 
     blocks = {name: repeated(arm, calls[name], synchronize) for name, arm in arms.items()}
-    samples = take_turns(blocks, repeats, warm_up=0)
+    samples = take_turns(blocks, repeats, warm_up=0, clock=clock)
     rows = {}
     for name in arms:
         times = spread([1e6 / rate for rate in samples.rates(name)])

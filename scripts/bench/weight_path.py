@@ -4,6 +4,7 @@ A checkpoint of real size, grown from the shipped one, into a real SGLang server
 otherwise, by every way in turn, repeat by repeat; between them the floor on the same weights:
 
     memcpy   one thread copies them once      hashlib  one thread hashes them once (SHA-256)
+    fresh    one thread copies them into memory that is new, page by page, as each version once was
 
 Seconds are of one update until the server serves it, pausing and canary included. Parts overlap, so that
 their sum exceeds the whole:
@@ -49,8 +50,9 @@ from rlpipe.config.sglang import WeightTransfer  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.models.checkpoint import read_config, read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from rlpipe.weights import sender, shared_memory, sync  # noqa: E402
+from rlpipe.weights import shared_memory, sync  # noqa: E402
 from rlpipe.weights.buckets import buckets  # noqa: E402
+from rlpipe.weights.checksums import BucketChecksums  # noqa: E402
 from rlpipe.weights.payload import pack_weights, unpack_weights  # noqa: E402
 from rlpipe.weights.process_group import Root  # noqa: E402
 from rlpipe.weights.transports.ipc import IpcRoot  # noqa: E402
@@ -96,7 +98,7 @@ class Profile:
         """From here on, all updates of this engine."""
         shared_memory.SharedBuckets.write = self.timed(shared_memory.SharedBuckets.write, "hand over")
         IpcRoot.send = self.timed(IpcRoot.send, "hand over")
-        sender.rank_fingerprints = self.timed(sender.rank_fingerprints, "our hash")
+        BucketChecksums.add = self.timed(BucketChecksums.add, "our hash")
         Root.send = self.timed(Root.send, "hand over")
         sync.WeightSync._checksums = self.timed(sync.WeightSync._checksums, "our hash")
         client = engine._http
@@ -161,11 +163,18 @@ def floors(weights: Mapping[str, torch.Tensor], copy: torch.Tensor) -> dict[str,
     for one in flat:
         copy[: len(one)].copy_(one)
     copied = time.perf_counter()
+    for one in flat:
+        one.clone()
+    cloned = time.perf_counter()
     torch.set_num_threads(threads)
     digest = hashlib.sha256()
     for one in flat:
         digest.update(one.numpy().data)
-    return {"memcpy": copied - started, "hashlib": time.perf_counter() - copied}
+    return {
+        "memcpy": copied - started,
+        "fresh": cloned - copied,
+        "hashlib": time.perf_counter() - cloned,
+    }
 
 
 def grown(size: str, folder: Path) -> Path:
@@ -261,6 +270,10 @@ def main() -> None:
         max_context=64,
     )
     config.sglang.bucket_mb = args.bucket_mb
+    if args.device == "cuda":
+        # The rest of the GPU holds the weights that are sent, as a trainer would.
+        config.sglang.memory_fraction = 0.4
+        config.sglang.extra_arguments = ["--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1"]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = args.model or grown(args.size, folder)
