@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.offer import BroadcastResult, Rendezvous
+    from rlpipe.weights.protocols import ExportsWeights
     from rlpipe.weights.sender import WeightSender
 
 
@@ -74,7 +75,7 @@ class TrainerWorker:
             everywhere = self._config.sends_from_every_rank
             self._sender = WeightSender(
                 rollout,
-                self._trainer,
+                cast("ExportsWeights", self._trainer),  # a policy with an actor beside it never broadcasts
                 on_gpu=is_on_gpu(rollout),
                 drafter=drafter,
                 draft=self._draft,

@@ -454,7 +454,7 @@ REFUSED_REWARDS: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
         ["r.py:score", "'method'", "score(completion, answer)"],
     ),
     "regex without a pattern": ({}, "regex", ["reward=regex needs a pattern"]),
-    "regex that is none": ({}, {"regex": {"pattern": "("}}, ["pattern='('", "no regular expression"]),
+    "regex that is none": ({}, {"regex": {"pattern": "("}}, ["pattern='('", "regular expression"]),
     "regex with two groups": ({}, {"regex": {"pattern": "(a)(b)"}}, ["2 groups", "(?:...)"]),
     "schema that is missing": ({}, "json_schema", ["json_schema needs a schema", "column schema"]),
     "schema that is none": (

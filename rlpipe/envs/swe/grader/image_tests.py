@@ -79,7 +79,9 @@ class _Outcomes:
 
         # Also those of its subclasses: each calls the method of this one.
         result = unittest.TestResult
-        noting = {name: _noting(getattr(result, name), self.failed) for name in _NO_SUCCESS}
+        noting: dict[str, object] = {
+            name: _noting(getattr(result, name), self.failed) for name in _NO_SUCCESS
+        }
         noting["addSuccess"] = _noting(result.addSuccess, self.passed)
         noting["addSubTest"] = _noting_subtests(result.addSubTest, self.failed)
         for name, method in noting.items():
