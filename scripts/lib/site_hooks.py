@@ -27,7 +27,7 @@ _IMAGE = re.compile(r'\bsrc="([^"]+)"')
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the documents that lie outside docs/."""
     for source, target in _outside().items():
-        listed = not source.startswith(("models/", "docker/"))  # the others are only linked to
+        listed = source == "README.md"  # the others are only linked to
         inclusion = InclusionLevel.INCLUDED if listed else InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source), inclusion=inclusion))
     return files
