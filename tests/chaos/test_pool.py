@@ -68,7 +68,7 @@ def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tm
     assert left["played_again"] == 0  # what it played went on
     assert len(events(tmp_path, "rollout_worker_handed_over")) == (draining["playing"] > 0)
     (record, *_) = map(json.loads, reversed(metrics.read_text().splitlines()))
-    assert record["weights/version"] == record["training/global_step"]
+    assert record["training/global_step"] - record["weights/version"] in (0, 1)  # on its way
     assert record["training/off_policy/trajectory_staleness/max"] <= 1
     ledger = Ledger(tmp_path / "out" / "ledger.sqlite")
     assert ledger.violations(ended=False) == []

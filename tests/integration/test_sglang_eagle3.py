@@ -293,9 +293,10 @@ def test_a_run_co_trains_the_draft_that_its_server_drafts_with(tmp_path):
     sent = [w for name, w in policy.items() if not is_mtp_weight(name)]
     sent += [w for name, w in draft.items() if name not in ("d2t", "t2d")]
     for step, record in enumerate(records, 1):
-        assert record["weights/version"] == step and record["weights/canary_failures"] == 0
-        assert record["weights/bytes"] == sum(w.nbytes for w in sent)
+        assert step - record["weights/version"] in (0, 1)
         assert record["mtp/grad_norm"] > 0
+    assert records[-1]["weights/version"] == 2 and records[-1]["weights/canary_failures"] == 0
+    assert records[-1]["weights/bytes"] == sum(w.nbytes for w in sent)
     assert len(records) == 2 and prompt_states(out) == {"trained": 4}
     learnt = load_file(out / "checkpoints" / "step_2" / "draft" / "model.safetensors")
     assert not torch.equal(learnt["fc.weight"], draft["fc.weight"])

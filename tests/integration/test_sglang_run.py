@@ -55,8 +55,10 @@ def test_three_steps_with_real_servers_and_rejection_sampling(two_servers):
     for record in records[1:]:
         assert record["critic/rewards/mean"] is not None
         assert 0.3 < record["spec/acceptance_rate"] <= 1
-        assert record["weights/version"] == record["training/global_step"]
+        # The newest version may be on its way while its step is recorded; the last one is waited for.
+        assert record["training/global_step"] - record["weights/version"] in (0, 1)
         assert record["training/off_policy/trajectory_staleness/max"] <= 1
+    assert records[-1]["weights/version"] == 3
     # a step whose trajectories were all there before it began decodes nothing: it has no gamma
     assert {record["spec/gamma"] for record in records[1:] if "spec/gamma" in record} == {3}
     if "actor/grad_norm" in records[1]:  # a batch without signal leaves the policy untouched
