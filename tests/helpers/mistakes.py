@@ -50,7 +50,7 @@ cluster.adress=x | cluster.address
 spec.Gamma=2 | spec.gamma
 trainer.learning_rate=1e-4 | --cfg job
 ~spec | leave it out | ~spec | spec
-recipe=agent_rl | give +recipe=agent_rl
+recipe=agent_rl | use +recipe=agent_rl
 +recipe=agent_rl | Keep one | chosen twice
 rollout=sglan | sglang
 env=math | Choose one of
@@ -58,7 +58,7 @@ cluster=one_nod | one_node
 --run.steps=3 | Did you mean run.steps=3 | no dashes
 --steps=3 | Did you mean run.steps=3 | no dashes
 -steps | Remove it | no such option | -steps
-run.steps | key=value | no setting | run.steps
+run.steps | key=value | neither a setting | run.steps
 run.steps==3 | key=value | cannot be read | run.steps==3
 'run.steps=[1' | a list as [a,b] | cannot be read | run.steps=[1
 'run.steps = 3' | key=value | cannot be read | run.steps = 3
@@ -362,7 +362,7 @@ FILES = [
     ("a checkpoint of a run", renamed("hf"), "is a checkpoint of a run", "model", "/model/hf?"),
     ("no tokenizer", checkpoint(lambda m: (m / "tokenizer.json").unlink()), "no tokenizer", "model", "Copy"),
     ("tokenizer is no JSON", text("tokenizer.json", "<html>"), "tokenizer.json:1", "column 1", AGAIN),
-    ("tokenizer is none", text("tokenizer.json", "{}"), "tokenizer.json", "no tokenizer", AGAIN),
+    ("tokenizer is none", text("tokenizer.json", "{}"), "tokenizer.json", "not a tokenizer", AGAIN),
     (
         "tokenizer_config is no JSON",
         text("tokenizer_config.json", "{"),

@@ -1,6 +1,6 @@
 """scripts/gpu_check without a GPU: its plan, its refusal, and rows at small size.
 
-Its judgement and the arithmetic of every row: tests/unit/bench/test_gpu_check.py.
+Its judgement and the arithmetic of every row: tests/unit/bench/test_gpu_plan.py.
 """
 
 from __future__ import annotations

@@ -202,9 +202,9 @@ def _residual_among_draft_tokens(patch: pytest.MonkeyPatch) -> None:
     """After a rejection, too, only tokens of the reduced vocabulary are drawn."""
     verify = drafting.verify_chain
 
-    def wrong(drafts, q, p, coins, residual):
+    def wrong(drafts, q, p, coins, residual, **options):
         known = torch.cat((q > 0, torch.ones_like(q[:, :1], dtype=torch.bool)), 1)
-        return verify(drafts, q, p * known / (p * known).sum(-1, keepdim=True), coins, residual)
+        return verify(drafts, q, p * known / (p * known).sum(-1, keepdim=True), coins, residual, **options)
 
     patch.setattr(drafting, "verify_chain", wrong)
 
@@ -277,8 +277,8 @@ def _shared_noise(patch: pytest.MonkeyPatch) -> None:
         drawn.append(uniforms)
         return sample(weights, uniforms)
 
-    def wrong(drafts, q, p, coins, residual):
-        return verify(drafts, q, p, torch.stack(drawn[-drafts.shape[1] :], 1), residual)
+    def wrong(drafts, q, p, coins, residual, **options):
+        return verify(drafts, q, p, torch.stack(drawn[-drafts.shape[1] :], 1), residual, **options)
 
     patch.setattr(drafting, "sample_cdf", remember)
     patch.setattr(drafting, "verify_chain", wrong)
@@ -288,8 +288,8 @@ def _misstated_draft(patch: pytest.MonkeyPatch) -> None:
     """Drafts are sampled at temperature 1 and judged as if at 1/2."""
     verify = drafting.verify_chain
 
-    def wrong(drafts, q, p, coins, residual):
-        return verify(drafts, q**2 / (q**2).sum(-1, keepdim=True), p, coins, residual)
+    def wrong(drafts, q, p, coins, residual, **options):
+        return verify(drafts, q**2 / (q**2).sum(-1, keepdim=True), p, coins, residual, **options)
 
     patch.setattr(drafting, "verify_chain", wrong)
 
@@ -298,8 +298,8 @@ def _peeking_gamma(patch: pytest.MonkeyPatch) -> None:
     """Gamma is chosen after drafting: a row keeps the drafts before the first that q finds unlikely."""
     verify = drafting.verify_chain
 
-    def wrong(drafts, q, p, coins, residual):
-        verdict = verify(drafts, q, p, coins, residual)
+    def wrong(drafts, q, p, coins, residual, **options):
+        verdict = verify(drafts, q, p, coins, residual, **options)
         likely = q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1) > 0.4
         gamma = likely.long().cumprod(1).sum(1)
         cut = (verdict.num_accepted >= gamma) & (gamma < drafts.shape[1])

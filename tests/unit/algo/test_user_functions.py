@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -81,7 +82,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("EPSILON = 1e-6")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    # Another test's file of that name would not be read.
+    for name in ("mine", "helper"):
+        sys.modules.pop(name, None)
 
 
 def groups_with_rewards(*rewards):
