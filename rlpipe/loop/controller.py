@@ -166,6 +166,7 @@ class Controller:
                 tasks.create_task(self._monitor.watch()),
             ]
             await self._train(tasks)
+            # After a stop the newest step is recorded already: its update has no record.
             await self._wait_until_served()
             for task in background:
                 task.cancel()
@@ -273,11 +274,11 @@ class Controller:
             # groups of this version, and a validation needs it served.
             trained = time.monotonic()
             with self._lane.span("sync", version=self.version):
-                await self._wait_until_served()
+                self.bus.emit(self.version, await self._wait_until_served())
                 send = await self.cluster.publish_weights(self.version)
                 self._traveling = tasks.create_task(self._bring_weights(self.version, send))
                 if not self.config.pipeline.max_staleness or self._due(self.config.val.every):
-                    await self._wait_until_served()
+                    self.bus.emit(self.version, await self._wait_until_served())
             metrics["timing_s/wait_weights"] = Mean(time.monotonic() - trained, 1)
 
             metrics |= await self.cluster.rollout_metrics()
@@ -313,11 +314,10 @@ class Controller:
         await self._backlog.open_gate(version)
         return metrics
 
-    async def _wait_until_served(self) -> None:
-        """Wait until all engines serve the newest version; its metrics are for the record of this step."""
+    async def _wait_until_served(self) -> dict[str, Value]:
+        """Wait until all engines serve the newest version; return the metrics of its update."""
         traveling, self._traveling = self._traveling, None
-        if traveling is not None:
-            self.bus.emit(self.version, await traveling)
+        return {} if traveling is None else await traveling
 
     def _due(self, every: int) -> bool:
         """Return whether an action with this interval in steps is due; after the last step it always is."""
