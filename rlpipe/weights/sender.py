@@ -62,7 +62,7 @@ class WeightSender:
         self._on_gpu = on_gpu
         self._is_root, self._everywhere = root, everywhere
         self._root: BroadcastRoot | None = None
-        self._plan: Sequence[Bucket] = ()
+        self._plan: Sequence[Bucket] = ()  # of a root: the buckets of every version, on the meta device
         self._copy = HostCopy((), trainer.device)
         self._checksums = Checksums(ranks=[])  # of the copy
         self._version: int | None = None  # of which the copy is complete
@@ -70,10 +70,11 @@ class WeightSender:
 
     def copy(self, version: int) -> None:
         """Copy the trainer's weights; collective over its ranks, which may train on when it is done."""
-        plan = self._served(self._trainer.bucket_plan(self._megabytes, self._dtype))
         draft = list(self._draft_buckets())
-        forms = ([(name, tensor.to("meta")) for name, tensor in bucket] for bucket in draft)
-        self._plan = [*forms, *plan] if self._is_root else []
+        if self._is_root and not self._plan:
+            plan = self._served(self._trainer.bucket_plan(self._megabytes, self._dtype))
+            forms = ([(name, tensor.to("meta")) for name, tensor in bucket] for bucket in draft)
+            self._plan = [*forms, *plan]
 
         with self._reading:
             self._version = None

@@ -31,11 +31,11 @@ class SharedMemoryTransport(Transport):
         self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
     ) -> Iterator[Delta | None]:
         """Compute and write what differs from the weights that the server holds."""
-        found = None if held is None else self._session.delta(held, weights)
-        if found is not None:
+        delta = None if held is None else self._session.delta(held, weights)
+        if delta is not None:
             self._elements = self._elements or ElementMemory()
-            self._elements.write(found)
-        yield found
+            self._elements.write(delta)
+        yield delta
 
     async def send(self, client: Server, update: WeightUpdate) -> None:
         """Replace target and draft together. Raises ServerError."""
