@@ -38,6 +38,7 @@ from rlpipe.config.paths import resolve_model
 from rlpipe.convert.closed_form import fit_input_proj, start_layer
 from rlpipe.convert.gguf import quiet
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
+from rlpipe.drafts.loss.stats import BY_DEPTH
 from rlpipe.drafts.vocabulary import OUTSIDE
 from rlpipe.models.checkpoint import MTP_PREFIX
 
@@ -105,18 +106,9 @@ class Drafts:
             both = [(q_x, alphas), (top, target_only)]
             windows.append(torch.stack([theory.chain_reach_target(p_x, *pair).sum(-1) for pair in both], -1))
         stats = sum(sums[1:], sums[0])
-        names = (
-            "alpha",
-            "draft_entropy",
-            "target_entropy",
-            "kl",
-            "reverse_kl",
-            "target_above",
-            "draft_above",
-        )
-        found = {name: (getattr(stats, name) / stats.count)[0].item() for name in names}
+        means = {name: (getattr(stats, name) / stats.count)[0].item() for name in BY_DEPTH if name != "top1"}
         accepted = torch.cat(windows).mean(0).tolist()
-        return {"rejection": accepted[0], "target_only": accepted[1], **found}
+        return {"rejection": accepted[0], "target_only": accepted[1], **means}
 
 
 def train(
