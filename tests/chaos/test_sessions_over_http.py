@@ -10,11 +10,9 @@ import httpx
 import pytest
 
 from rlpipe.config.env import ToolParser
-from rlpipe.rollout.agents import AgentAttempt
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.serve.server import AgentServer
-from rlpipe.types import Trajectory
-from tests.helpers.agents import Sampler, assert_recorded, templates, tokenizer_for
+from tests.helpers.agents import Sampler, assert_recorded, attempt_at, templates, tokenizer_for
 
 pytestmark = pytest.mark.chaos
 SESSIONS, TURNS = 200, 4
@@ -73,22 +71,11 @@ def test_200_sessions_at_once_record_what_was_sampled_for_them_and_nothing_else(
 
     async def play(number, server, http):
         engine = Engine(chat, len(tokenizer), number)
-        trajectory = Trajectory(trajectory_id=f"t{number}", group_id="g", instance_id="i")
-        session = await server.open(
-            AgentAttempt(
-                trajectory=trajectory,
-                session_id=f"t{number}",
-                chat=chat,
-                generate=engine,
-                end_session=lambda name: None,
-                max_turns=2 * TURNS,
-                max_context=4096,
-                max_new_tokens=32,
-            )
-        )
+        attempt = attempt_at(chat, engine, name=f"t{number}", max_turns=2 * TURNS, max_new_tokens=32)
+        session = await server.open(attempt)
         await client(http, session, engine, random.Random(number), events)
         await session.close()
-        return session, trajectory, engine
+        return session, attempt.trajectory, engine
 
     async def run():
         server = AgentServer("127.0.0.1", ToolParser.HERMES)

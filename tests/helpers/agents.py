@@ -111,17 +111,22 @@ class Sampler:
         )
 
 
-def open_session(chat: ChatFormat, generate, *, parser=ToolParser.HERMES, **limits) -> Session:
-    """A session, and nothing around it."""
+def attempt_at(chat: ChatFormat, generate, *, name="t", **limits) -> AgentAttempt:
+    """An attempt whose trajectory and session have one name."""
     settings = {"max_turns": 64, "max_context": 4096, "max_new_tokens": 64} | limits
-    attempt = AgentAttempt(
-        trajectory=Trajectory(trajectory_id="t", group_id="g", instance_id="i"),
-        session_id="t",
+    return AgentAttempt(
+        trajectory=Trajectory(trajectory_id=name, group_id="g", instance_id="i"),
+        session_id=name,
         chat=chat,
         generate=generate,
         end_session=lambda name: None,
         **settings,
     )
+
+
+def open_session(chat: ChatFormat, generate, *, parser=ToolParser.HERMES, **limits) -> Session:
+    """A session, and nothing around it."""
+    attempt = attempt_at(chat, generate, **limits)
     return Session(attempt, parser, AgentAddress(root_url="", api_key="", answer_at=None))
 
 

@@ -15,11 +15,9 @@ from rlpipe.envs.agent.command import SandboxedCommand
 from rlpipe.envs.agent.suite import AgentSuite
 from rlpipe.envs.base import AgentAddress
 from rlpipe.envs.sandbox.bubblewrap import ContainedBubblewrap
-from rlpipe.rollout.agents import AgentAttempt
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.serve.server import AgentServer
-from rlpipe.types import Trajectory
-from tests.helpers.agents import Sampler, templates, tokenizer_for
+from tests.helpers.agents import Sampler, attempt_at, templates, tokenizer_for
 
 pytestmark = pytest.mark.integration
 ASK = """
@@ -64,25 +62,14 @@ def played(folder, monkeypatch, *scripts, **settings):
         file.write_text(ASK + script)
         suite = AgentSuite(config(folder, f"/usr/bin/python3 {file.name}", **settings))
         sampler = Sampler(chat, len(tokenizer), number)
-        trajectory = Trajectory(trajectory_id=f"t{number}", group_id="g", instance_id="i")
-        session = await server.open(
-            AgentAttempt(
-                trajectory=trajectory,
-                session_id=f"t{number}",
-                chat=chat,
-                generate=sampler,
-                end_session=lambda name: None,
-                max_turns=8,
-                max_context=4096,
-                max_new_tokens=32,
-            )
-        )
+        attempt = attempt_at(chat, sampler, name=f"t{number}", max_turns=8, max_new_tokens=32)
+        session = await server.open(attempt)
         try:
             answer = await suite.episode("train/1").run_agent(session.address)
         except RuntimeError as error:
             answer = error
         await session.close()
-        return answer, trajectory.num_turns
+        return answer, attempt.trajectory.num_turns
 
     async def play():
         server = AgentServer("127.0.0.1", ToolParser.HERMES)
@@ -166,8 +153,9 @@ def test_hostile_agents_reach_their_own_endpoint_alone_and_no_grader(folder, mon
 
 def test_an_agent_that_is_cancelled_ends_with_all_its_processes(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    (folder / "agent.py").write_text(f"import time; time.sleep(1000 + {os.getpid()})")
-    agent = SandboxedCommand(config(folder))
+    name = f"cancelled_{os.getpid()}.py"  # other tests run an agent.py at the same time
+    (folder / name).write_text("import time; time.sleep(1000)")
+    agent = SandboxedCommand(config(folder, f"/usr/bin/python3 {name}"))
 
     async def answer_at(listener: socket.socket):
         listener.close()
@@ -179,7 +167,7 @@ def test_an_agent_that_is_cancelled_ends_with_all_its_processes(folder, monkeypa
 
     with pytest.raises(RuntimeError, match="it listens"):
         asyncio.run(play())
-    assert not any("agent.py" in line for line in running())
+    assert not any(name in line for line in running())
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,10 @@ import openai
 import pytest
 
 from rlpipe.config.env import ToolParser
-from rlpipe.rollout.agents import AgentAttempt
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.serve import server as server_module
 from rlpipe.serve.server import AgentServer
-from rlpipe.types import Trajectory
-from tests.helpers.agents import CALL, TOOL, Sampler, assert_recorded, templates, tokenizer_for
+from tests.helpers.agents import CALL, TOOL, Sampler, assert_recorded, attempt_at, templates, tokenizer_for
 
 pytestmark = pytest.mark.unit
 HELLO = [{"role": "user", "content": "hello"}]
@@ -55,19 +53,11 @@ def served(model, use, texts=(), **limits):
         chat, vocab = model
         sampler = Sampler(chat, vocab)
         sampler.texts = list(texts)
-        trajectory = Trajectory(trajectory_id="t", group_id="g", instance_id="i")
         endpoint = AgentServer("127.0.0.1", ToolParser.HERMES)
-        attempt = AgentAttempt(
-            trajectory=trajectory,
-            session_id="t",
-            chat=chat,
-            generate=sampler,
-            end_session=lambda name: None,
-            **({"max_turns": 32, "max_context": 2048, "max_new_tokens": 64} | limits),
-        )
+        attempt = attempt_at(chat, sampler, **({"max_turns": 32, "max_context": 2048} | limits))
         session = await endpoint.open(attempt)
         try:
-            yield Served(session, sampler, trajectory)
+            yield Served(session, sampler, attempt.trajectory)
         finally:
             await session.close()
             await endpoint.close()

@@ -511,6 +511,18 @@ def test_a_server_is_paused_only_after_weights_are_written_and_for_a_gpu_hashed(
     assert calls == ["hash", *begun, "end_weight_update", "check", "continue_generation"]
 
 
+def noted_sends(monkeypatch):
+    """The type of what was staged for each update that is sent by shared memory, from now on."""
+    sent, send = [], SharedMemoryTransport.send
+
+    async def noted(self, client, update):
+        sent.append(type(update.staged).__name__)
+        await send(self, client, update)
+
+    monkeypatch.setattr(SharedMemoryTransport, "send", noted)
+    return sent
+
+
 def test_a_delta_that_fails_its_check_is_followed_by_full_weights_then_and_from_then_on(
     fake, weights, monkeypatch
 ):
@@ -522,13 +534,7 @@ def test_a_delta_that_fails_its_check_is_followed_by_full_weights_then_and_from_
         return reports.pop(0)
 
     monkeypatch.setattr(sync.WeightSync, "check", check)
-    sent, send = [], SharedMemoryTransport.send
-
-    async def noted(self, client, update):
-        sent.append(type(update.staged).__name__)
-        await send(self, client, update)
-
-    monkeypatch.setattr(SharedMemoryTransport, "send", noted)
+    sent = noted_sends(monkeypatch)
     fake.settings.sglang.weight_transfer = WeightTransfer.SHARED
     for version in (3, 4, 5):
         fake.update_weights(dict(weights), version)
@@ -545,13 +551,7 @@ def test_no_delta_is_sent_to_a_server_whose_last_update_failed(fake, weights, mo
         return CanaryReport(target=list(failing))
 
     monkeypatch.setattr(sync.WeightSync, "check", check)
-    sent, send = [], SharedMemoryTransport.send
-
-    async def noted(self, client, update):
-        sent.append(type(update.staged).__name__)
-        await send(self, client, update)
-
-    monkeypatch.setattr(SharedMemoryTransport, "send", noted)
+    sent = noted_sends(monkeypatch)
     fake.settings.sglang.weight_transfer = WeightTransfer.SHARED
     fake.update_weights(dict(weights), 3)
     failing.append("model.norm.weight")
