@@ -97,7 +97,10 @@ def test_a_byte_order_mark_windows_lines_and_gzip_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"x" * 99)[:-9], gzip.compress(b"x" * 99)[:12]]
+    "content",
+    [b"no gzip", gzip.compress(b"x" * 99)[:-9], gzip.compress(b"x" * 99)[:12]],
+    # Names of their own: gzip writes the second of compression, and pytest would print it.
+    ids=["no_gzip", "tail_missing", "body_missing"],
 )
 def test_a_broken_gzip_file_is_refused(tmp_path, content):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
