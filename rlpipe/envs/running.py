@@ -21,9 +21,11 @@ def line_of_thread(thread: threading.Thread) -> str:
     return users_line([*_frames(frame), *_in_loop(frame)])
 
 
-def line_of_coroutine(coroutine: Coroutine[Any, Any, Any]) -> str:
-    """Return the same of a coroutine that waits."""
-    return users_line(_awaited(coroutine))
+def line_of_coroutine(coroutine: Coroutine[Any, Any, Any], thread: threading.Thread | None) -> str:
+    """Return the same of a coroutine that waits, or of what blocks its loop. thread: the loop's."""
+    stack = _frames(sys._current_frames().get(thread.ident or 0)) if thread else []
+    is_blocked = bool(stack) and stack[-1][0].f_code.co_name != "select"
+    return users_line([*_awaited(coroutine), *(stack if is_blocked else ())])
 
 
 def _frames(frame: FrameType | None) -> list[tuple[FrameType, int]]:

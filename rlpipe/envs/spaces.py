@@ -5,13 +5,13 @@
     to_action(space, text)    an action; ValueError, with what to answer instead, when the text names none
 
 Owns Discrete (by name where names are known), MultiDiscrete, MultiBinary, small Box, Text, and Dict and Tuple
-of those. Imports no Gymnasium: the name of its class identifies the space.
+of those, nested or not: one line for each. Imports no Gymnasium: the name of its class identifies the space.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,17 +30,14 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 def check_space(space: Any, where: str) -> None:
     """Raise ValueError for a space that has no text. where: "observation" or "action", for the message."""
-    parts = _parts(space)
-    for _, part in parts:
-        check_space(part, where)
-
-    if not parts and _kind(space) not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
-        raise ValueError(f"its {where} space is {space}, which has no text: wrap it in one that has.")
-    if not parts and (count := np.prod(space.shape or 1)) > MAX_NUMBERS:
-        raise ValueError(
-            f"its {where} space {space} has {count} numbers, above {MAX_NUMBERS}, which a model cannot read "
-            "as text: wrap it in one with fewer."
-        )
+    for _, part, _ in _parts(space):
+        if _kind(part) not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
+            raise ValueError(f"its {where} space is {part}, which has no text: wrap it in one that has.")
+        if (count := np.prod(part.shape or 1)) > MAX_NUMBERS:
+            raise ValueError(
+                f"its {where} space {part} has {count} numbers, above {MAX_NUMBERS}, which a model cannot "
+                "read as text: wrap it in one with fewer."
+            )
 
 
 def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
@@ -59,51 +56,46 @@ def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
 
 def describe(space: Any, names: Sequence[str] = ()) -> str:
     """Say what an answer must be. names: of the actions of a Discrete space, in order."""
-    if parts := _parts(space):
-        return ", then ".join(label + describe(part) for label, part in parts)
-    if names:
-        return f"one of {', '.join(names)}"
-    if _kind(space) == "Text":
-        return f"a text of {space.min_length} to {space.max_length} characters"
-    each = [f"{low:.4g} to {high:.4g}" for low, high in zip(*_bounds(space), strict=True)]
-    return f"{len(each)} numbers ({', '.join(each)})" if len(each) > 1 else f"a number from {each[0]}"
+    return ", then ".join(label + _described(part, names) for label, part, _ in _parts(space))
 
 
 def to_text(space: Any, value: Any) -> str:
     """Write an observation: numbers with four digits, the parts of a Dict or Tuple on lines of their own."""
-    if parts := _parts(space):
-        values = [value[key] for key in space.spaces] if _kind(space) == "Dict" else value
-        pairs = zip(parts, values, strict=True)
-        return "\n".join(label + to_text(part, one) for (label, part), one in pairs)
-    return value if isinstance(value, str) else " ".join(f"{number:.4g}" for number in np.ravel(value))
+    return "\n".join(
+        label + (part if isinstance(part, str) else " ".join(f"{number:.4g}" for number in np.ravel(part)))
+        for label, _, part in _parts(space, value)
+    )
 
 
 def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
     """Return the action that an answer names. Raises ValueError, a text for the model, when it names none."""
-    if parts := _parts(space):
-        lines = [line for line in text.splitlines() if line.strip()]
-        if len(lines) != len(parts):
-            raise ValueError(f"Answer in {len(parts)} lines: {describe(space)}.")
-        actions = [to_action(part, line) for (_, part), line in zip(parts, lines, strict=True)]
-        is_dict = _kind(space) == "Dict"
-        return dict(zip(space.spaces, actions, strict=True)) if is_dict else tuple(actions)
+    parts = _parts(space)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] if len(parts) > 1 else [text]
+    if len(lines) != len(parts):
+        raise ValueError(f"Answer in {len(parts)} lines: {describe(space)}.")
+    answers = (line.removeprefix(label.strip()) for (label, _, _), line in zip(parts, lines, strict=True))
+    return _action(space, answers, names)
 
-    hint = f"Answer with {describe(space, names)}."
+
+def _action(space: Any, lines: Iterator[str], names: Sequence[str]) -> Any:
+    """Return the action that the next lines name, one for each part. Raises ValueError."""
+    if _kind(space) == "Dict":
+        return {key: _action(part, lines, names) for key, part in space.spaces.items()}
+    if _kind(space) == "Tuple":
+        return tuple(_action(part, lines, names) for part in space.spaces)
+
+    text, action = next(lines), None
     if _kind(space) == "Text":
-        action: Any = text.strip()
+        action = text.strip()
     elif _kind(space) == "Discrete":
         action = _named(text, names, space)
-    else:
-        numbers = [float(number) for number in _NUMBER.findall(text)]
-        if len(numbers) != np.prod(space.shape):
-            raise ValueError(hint)
+    elif len(numbers := [float(number) for number in _NUMBER.findall(text)]) == np.prod(space.shape):
         wanted = np.array(numbers).reshape(space.shape)
-        action = wanted.astype(space.dtype)
         # 1.7 is no integer and 300 no byte: a conversion must not make another action of them.
-        action = action if np.allclose(action, wanted) else None
+        action = same if np.allclose(same := wanted.astype(space.dtype), wanted) else None
 
     if action is None or action not in space:
-        raise ValueError(hint)
+        raise ValueError(f"Answer with {_described(space, names)}.")
     return action
 
 
@@ -116,22 +108,33 @@ def _named(text: str, names: Sequence[str], space: Any) -> np.int64 | None:
     return np.int64(space.start + lowered.index(found.pop())) if len(found) == 1 else None
 
 
-def _bounds(space: Any) -> list[np.ndarray]:
-    """Return the smallest and the largest value of each number of a space."""
+def _described(space: Any, names: Sequence[str]) -> str:
+    """Say what the answer to one part must be."""
+    if names:
+        return f"one of {', '.join(names)}"
+    if _kind(space) == "Text":
+        return f"a text of {space.min_length} to {space.max_length} characters"
+
     if _kind(space) == "Box":
-        ends = space.low, space.high
+        bounds = space.low, space.high
     else:
-        low, is_binary = getattr(space, "start", 0), _kind(space) == "MultiBinary"
-        ends = low, low + (1 if is_binary else getattr(space, "nvec", getattr(space, "n", 0)) - 1)
-    return [np.broadcast_to(end, space.shape).ravel() for end in ends]
+        low, most = getattr(space, "start", 0), 1 if _kind(space) == "MultiBinary" else None
+        bounds = low, low + (most or getattr(space, "nvec", getattr(space, "n", 0)) - 1)
+    pairs = zip(*(np.broadcast_to(end, space.shape).ravel() for end in bounds), strict=True)
+    each = [f"{low:.4g} to {high:.4g}" for low, high in pairs]
+    return f"{len(each)} numbers ({', '.join(each)})" if len(each) > 1 else f"a number from {each[0]}"
 
 
 def _kind(space: Any) -> str:
     return type(space).__name__
 
 
-def _parts(space: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a Dict or Tuple space with their labels; those of a Tuple have none."""
+def _parts(space: Any, value: Any = None, label: str = "") -> list[tuple[str, Any, Any]]:
+    """Return label, space and value of each part of nested Dict and Tuple spaces; a Tuple adds no label."""
     if _kind(space) == "Dict":
-        return [(f"{key}: ", part) for key, part in space.spaces.items()]
-    return [("", part) for part in space.spaces] if _kind(space) == "Tuple" else []
+        inner = [(f"{label}{key}: ", part, value and value[key]) for key, part in space.spaces.items()]
+    elif _kind(space) == "Tuple":
+        inner = [(label, part, value and value[index]) for index, part in enumerate(space.spaces)]
+    else:
+        return [(label, space, value)]
+    return [leaf for label, part, value in inner for leaf in _parts(part, value, label)]

@@ -18,9 +18,10 @@ _CLOSING_S = 2.0  # for coroutines to end after they were cancelled
 
 
 class UserLoop:
-    """Runs awaitables of the user's; the thread starts with the first one."""
+    """Runs awaitables of the user's. thread: starts with the first one, None before."""
 
     def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
 
@@ -37,7 +38,8 @@ class UserLoop:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="env-async", daemon=True).start()
+                self.thread = threading.Thread(target=self._loop.run_forever, name="env-async", daemon=True)
+                self.thread.start()
             return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
 
     async def close(self) -> None:

@@ -78,7 +78,7 @@ class EnvironmentThreads:
     async def result_of(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
         """Return the result of a coroutine of the environment, which needs no thread; otherwise as `call`."""
         task = asyncio.ensure_future(self._user_loop.result_of(coroutine))
-        running = _Coroutine(coroutine, name)
+        running = _Coroutine(coroutine, name, self._user_loop)
         self._running[task] = running
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s or None)
@@ -179,14 +179,15 @@ class _Thread:
 
 
 class _Coroutine:
-    """A coroutine of the environment that runs now. work, since: as of a `_Thread`."""
+    """A coroutine of the environment that runs now in a loop. work, since: as of a `_Thread`."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str) -> None:
-        self._coroutine, self.work, self.since = coroutine, name, time.monotonic()
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str, loop: UserLoop) -> None:
+        self._coroutine, self._loop = coroutine, loop
+        self.work, self.since = name, time.monotonic()
 
     def place(self) -> str:
-        """Return "file:line" of the user's code that it waits in."""
-        return line_of_coroutine(self._coroutine)
+        """Return "file:line" of the user's code that it waits in, or that keeps its loop from going on."""
+        return line_of_coroutine(self._coroutine, self._loop.thread)
 
 
 def _exit_unless_in_thread(status: int) -> NoReturn:

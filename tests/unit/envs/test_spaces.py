@@ -20,6 +20,7 @@ SPACES = [
     spaces.Text(max_length=8),
     spaces.Dict({"move": spaces.Discrete(4), "speed": spaces.Box(0, 1, (2,))}),
     spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2))),
+    spaces.Dict({"arms": spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (2,)))), "say": spaces.Text(4)}),
 ]
 
 
@@ -36,8 +37,8 @@ def test_the_text_of_any_action_is_read_back_as_that_action(space):
 
 def _leaves(value):
     if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, tuple) else [value]
+        value = tuple(value.values())
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, tuple) else [value]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Games that the policy plays on all sides: whose turn it is, what each side learns from, and failures."""
 
 import asyncio
+import re
+import time
 
 import numpy as np
 import pytest
@@ -150,20 +152,17 @@ def test_a_move_that_hangs_is_masked_for_both_sides_and_named_with_its_line():
         def move(self, action):
             super().move(action)
             if len(self.moves) == 2:
-                threading_wait()
-
-    def threading_wait():
-        import time
-
-        time.sleep(0.5)
+                time.sleep(0.5)
 
     class StuckRaces(Races):
         def episode(self, instance_id):
             return Seats(Stuck(9), 2, lambda text: [{"role": "user", "content": text}])
 
-    trajectories = collect(StuckRaces(9), step_timeout_s=0.1, retries=0)
-    assert [t.info["exit_reason"] for t in trajectories] == ["infrastructure"] * 2
-    assert all("did not return within env.step_timeout_s=0.1" in t.info["error"] for t in trajectories)
+    for trajectory in collect(StuckRaces(9), step_timeout_s=0.1, retries=0):
+        assert trajectory.info["exit_reason"] == "infrastructure"
+        error = trajectory.info["error"]
+        assert "did not return within env.step_timeout_s=0.1" in error
+        assert re.search(r"test_games\.py:\d+ `time\.sleep", error), error
 
 
 def test_a_limit_of_one_side_ends_the_game_for_both_without_a_winner():
