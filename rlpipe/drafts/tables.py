@@ -91,6 +91,7 @@ def guesses_of(
 def as_candidates(trajectory: Trajectory, positions: np.ndarray, guesses: np.ndarray) -> Trajectory:
     """Return a copy that has the guesses as candidates of its sampled tokens, to be scored by the target.
 
+    positions: [n], contexts. guesses: [n, depths], token ids, -1 for none; as `guesses_of` returns both.
     Candidate k of a token is what depth k guessed it to be.
     """
     depths = guesses.shape[1]

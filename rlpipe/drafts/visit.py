@@ -58,7 +58,10 @@ class VisitForecast:
 
 
 def accept_probabilities(draft_logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
-    """Compute min(1, q / p) at realised tokens; a tie q = p passes its gradient on, as in the overlap."""
+    """Compute min(1, q / p) at realised tokens, of any shape [...] in nats -> the same shape.
+
+    A tie q = p passes its gradient on, as in the overlap.
+    """
     return (draft_logprobs - target_logprobs).clamp(max=0).exp()
 
 

@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family that a `config.json` names. Raises ValueError when there is none of that name."""
+    """Return the family that a `config.json` names. Raises ValueError when there is none of that name."""
     name = hf_config.get("model_type")
     if isinstance(name, str):
         name = name.removesuffix("_text")  # of a model that also sees
@@ -55,7 +55,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """Dimensions from the contents of a `config.json`.
+    """Read the dimensions of a model from the contents of its `config.json`.
 
     Raises ValueError for families and options that would be computed wrongly.
     """

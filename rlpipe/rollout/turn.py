@@ -64,7 +64,7 @@ def empty_result(request: GenerateRequest, reason: FinishReason) -> GenerateResu
 def next_route(before: np.ndarray | None, turn: GenerateResult | None = None) -> int:
     """Return the first token whose experts are not recorded yet.
 
-    before: routes of the tokens before a turn. turn: what has been generated of it.
+    before: routes of the tokens before a turn, [tokens, layers, k]. turn: what has been generated of it.
     """
     return max(recorded(before), turn.routes_from + recorded(turn.routes) if turn else 0)
 

@@ -116,7 +116,7 @@ def branch_attention(
 
 
 def has_flash(query: torch.Tensor) -> bool:
-    """Return whether there is a flash attention kernel for tensors like this."""
+    """Return whether there is a flash attention kernel for queries [..., d] of this device and dtype."""
     half_precision = query.dtype in (torch.float16, torch.bfloat16)
     return not query.is_cuda or (half_precision and query.shape[-1] % 8 == 0)
 
@@ -230,19 +230,22 @@ def merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int]
 
 
 def index_of(index: np.ndarray, device: torch.device, *, count: int) -> torch.Tensor | None:
-    """Move an index into `count` rows to the device, or return None if it takes all of them in order."""
+    """Move an index [n] into `count` rows to the device, or return None if it takes all of them in order."""
     if len(index) == count and (index == np.arange(count)).all():
         return None
     return torch.from_numpy(index).to(device)
 
 
 def take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """Select rows; None: all of them, without a copy."""
+    """Select rows of x: [N, ...] -> [n, ...]. index: [n] int64; None: all of them, without a copy."""
     return x if index is None else x.index_select(0, index)
 
 
 def put(x: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """Replace the rows that `take` selects, in place where they are not all; return the result."""
+    """Replace the rows that `take` selects by `rows`, [n, ...]; return x, [N, ...].
+
+    In place where they are not all. Rows are converted to the dtype of x.
+    """
     rows = rows.to(x.dtype)
     return rows if index is None else x.index_copy_(0, index, rows)
 

@@ -126,7 +126,7 @@ class ContextSuccession(Succession):
         return local.unflatten(1, (-1, x.shape[2]))
 
     def share(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the rows, one of R equal ones; gradients are summed over the ranks."""
+        """Return this rank's share of the rows, [n, ...] -> [n / R, ...]; gradients are summed over ranks."""
         return weight.chunk(self._group.size())[self._group.rank()]
 
 

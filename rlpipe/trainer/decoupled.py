@@ -164,7 +164,7 @@ class DecoupledTrainer:
         return self.actor.draft_tables(batch)
 
     def candidate_scores(self, batch: PackedBatch) -> list[tuple[np.ndarray, np.ndarray] | None]:
-        """Return the actor's `MegatronTrainer.candidate_scores`: it generates the rollouts."""
+        """Return the actor's `MegatronTrainer.candidate_scores`, [n] and [n, K]: it generates rollouts."""
         return self.actor.candidate_scores(batch)
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:

@@ -108,7 +108,10 @@ class Succession:
         return [-1] * (count - len(tokens)) + tokens
 
     def extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """List each segment's tokens after the `count` before it, and each token's index in that list."""
+        """List each segment's tokens after the `count` before it, and each token's index in that list.
+
+        Returns [N + segments * count] int64, -1 where there is no token before, and [N] int64.
+        """
         return self._once("extended", count, self._extended)
 
     def _extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,11 +179,11 @@ class Succession:
         return x
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Reverse `to_heads`."""
+        """Reverse `to_heads`, [N, heads, d]."""
         return x
 
     def share(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight's rows (ordered by head) of the heads that `to_heads` gives this rank."""
+        """Return a weight's rows, [n, ...] ordered by head, of the heads that `to_heads` gives this rank."""
         return weight
 
     def generations(self) -> list[list[int]]:

@@ -107,10 +107,10 @@ class DraftPasses:
         temperature: float,
         updates: int,
     ) -> tuple[torch.Tensor, DraftStats]:
-        """Compute the objective on a micro-batch: numerator and statistics.
+        """Compute the objective on a micro-batch: its numerator, a scalar, and statistics.
 
-        layout: of the backbone's pass, with keys if the objective reads them. updates: optimizer steps that
-        the draft has had.
+        hidden: [N, H] of the backbone. layout: of its pass, with keys if the objective reads them.
+        temperature: that the rollouts were sampled at. updates: optimizer steps that the draft has had.
         """
         if self._windows is None:
             numerator, stats = self._supervised(policy, micro_batch, hidden, temperature=temperature)

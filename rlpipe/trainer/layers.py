@@ -101,7 +101,7 @@ class BranchLayout(PackedSeqParams):
         *,
         attention: CausalAttention,
     ) -> torch.Tensor:
-        """Attend from the queries of `local_branches` to the keys of all."""
+        """Attend from queries of `local_branches` [1, heads, Q, d] to the keys of all [1, groups, N, d]."""
         if query.is_cuda and has_flash(query):
             return varlen_attention(query, key, value, plan=self.varlen_plan, scale=attention.scale)
         if has_flash(query):

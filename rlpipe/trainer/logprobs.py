@@ -93,14 +93,20 @@ class Head:
     group: dist.ProcessGroup | None = None
 
     def logprobs(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `token_logprobs` of the logits of hidden states."""
+        """Compute `token_logprobs` of the logits of states [N, H]: log-probabilities and entropies, [N] each.
+
+        targets: [N] int64, global token ids.
+        """
         return _HeadLogprobs.apply(states, self.weight[: self.columns], targets, self)
 
     @torch.no_grad()
     def candidates(
         self, states: torch.Tensor, ids: torch.Tensor, *, targets: torch.Tensor, logprobs: torch.Tensor
     ) -> torch.Tensor:
-        """Compute `candidate_logprobs` of the logits of hidden states."""
+        """Compute `candidate_logprobs` of the logits of states [N, H]: [N, K] float32.
+
+        ids: [N, K] int64, -1 is padding. targets, logprobs: [N], as passed to `logprobs` and returned by it.
+        """
         candidates = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         for part in self.parts(states):
             candidates[part] = candidate_logprobs(
@@ -115,7 +121,7 @@ class Head:
         return candidates
 
     def parts(self, states: torch.Tensor) -> Iterator[slice]:
-        """Yield slices of rows whose logits exist at once; the same on all ranks."""
+        """Yield slices of the rows of states [N, H] whose logits exist at once; the same on all ranks."""
         row = self.weight.shape[0] * states.element_size()
         rows = max(1, HEAD_BYTES[states.device.type] // row)
         return (slice(i, i + rows) for i in range(0, len(states), rows))

@@ -30,7 +30,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
 @contextmanager
 def own_shares(chained: ChainedOptimizer) -> Iterator[None]:
-    """Within it, distributed optimizers describe and load the shares of this rank instead of full tensors."""
+    """Have distributed optimizers describe and load the shares of this rank, not full tensors."""
     sharded = [o for o in chained.chained_optimizers if isinstance(o, DistributedOptimizer)]
 
     # The instance's attributes hide Megatron's methods.

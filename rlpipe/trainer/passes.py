@@ -79,7 +79,10 @@ class Companion(Protocol):
         loss: torch.Tensor,
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
-        """Return the loss to descend instead of the policy's `loss`, and further metrics."""
+        """Return the loss to descend instead of the policy's, a scalar as that is, and further metrics.
+
+        index: of the micro-batch in the shard. totals: what the losses of the update sum up.
+        """
         ...
 
 
@@ -176,7 +179,11 @@ class Passes:
     def logprobs_by_row(
         self, model: PolicyModel, shard: Sequence[MicroBatch], batch: PackedBatch
     ) -> dict[int, np.ndarray]:
-        """Compute logprobs of each trajectory of a shard, parallel to its tokens, by its row in the batch."""
+        """Compute logprobs of each trajectory of a shard, by its row in the batch.
+
+        Returns [tokens] float32 for each, in nats, 0 at tokens that were not sampled; empty before the last
+        pipeline stage.
+        """
         logprobs: dict[int, np.ndarray] = {}
         scores = self.scores(model, shard, temperature=batch.temperature)
 

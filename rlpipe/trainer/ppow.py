@@ -162,7 +162,7 @@ class MtpWindows:
         return (logits / self._temperature).log_softmax(-1)
 
     def draft_logprobs(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute the same of the draft, which may know a part of the vocabulary."""
+        """Compute the same of the draft, [..., H] -> [..., V]; it may know a part of the vocabulary only."""
         logits, ids = self._logits(states.flatten(0, -2)), self._policy.draft_ids
         if ids is not None:
             logits = spread(logits[:, ids], ids, logits.shape[1], temperature=self._temperature)

@@ -66,7 +66,7 @@ class Runtime:
         }
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Copy a host array to this rank's device."""
+        """Copy a host array to this rank's device, with its shape and dtype."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 

@@ -105,7 +105,7 @@ class VarlenPlan:
 def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, plan: VarlenPlan, scale: float
 ) -> torch.Tensor:
-    """Do what `attention.branch_attention` does, on a GPU."""
+    """Do what `attention.branch_attention` does, on a GPU: query [1, heads, Q, d] -> the same."""
     return _VarlenAttention.apply(query, key, value, plan, scale)
 
 
@@ -192,7 +192,10 @@ def varlen_backward(
     sequences: Sequences,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Call the kernel's gradient of q, k and v; k and v are a part of the keys that were attended to."""
+    """Call the kernel's gradient of q [Q, heads, d] and of k and v [K, groups, d], each of its shape.
+
+    k and v may be a part of the keys that were attended to: joint has output and normaliser over all.
+    """
     s = sequences
     arguments = s.query_bounds, s.key_bounds, *s.longest, 0.0, s.causal, *joint.state
     norm = joint.norm.t().contiguous()

@@ -176,7 +176,7 @@ def _gradient(
 
 
 def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute `torch_rows.normalizers` by Triton."""
+    """Compute `torch_rows.normalizers` by Triton: [N, K, V] -> twice [N, K] float32."""
     largest = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(largest)
 
@@ -207,7 +207,7 @@ def overlaps(
     *,
     keep_bits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `torch_rows.overlaps` by Triton."""
+    """Compute `torch_rows.overlaps` by Triton: [N, K, V] -> [len(Sums), N, K] float32, and the bits."""
     anchors, depths, vocab = draft.shape
     octets = (vocab + 7) // 8
     sums = torch.empty(len(Sums), anchors, depths, dtype=torch.float32, device=draft.device)
@@ -239,7 +239,7 @@ def gradient(
     target: Tensor | None = None,
     target_lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute `torch_rows.gradient` by Triton."""
+    """Compute `torch_rows.gradient` by Triton: [N, K, V], in the dtype of the draft's logits."""
     anchors, depths, vocab = draft.shape
     out = torch.empty(draft.shape, dtype=draft.dtype, device=draft.device)
     if not out.numel():

@@ -104,7 +104,10 @@ def check_rows(
 def statistics(
     objective: Objective, rows: Rows, mask: Tensor, *, total: Tensor, weight: Tensor, has_tokens: bool
 ) -> MtpStats:
-    """Sum all rows, and forecast an engine's counts where turns and realised tokens are known."""
+    """Sum all rows [N, K], and forecast an engine's counts where turns and realised tokens are known.
+
+    mask: [N, K] bool. total, weight: scalars, numerator and denominator of the loss.
+    """
     visits = None
     if has_tokens and objective.turn_starts is not None:
         shape = (*objective.turn_starts.shape, -1)

@@ -58,7 +58,7 @@ class Objective:
     def total_and_weight(self, rows: Rows, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute numerator and denominator of the loss, scalars.
 
-        rows, mask: of all N anchors if whole_sequence.
+        rows, mask: [N, K], of all N anchors if whole_sequence.
         """
         if self.formula.by_sequence is not None:
             assert self.turn_starts is not None, self.kind
@@ -75,7 +75,7 @@ class Objective:
         return total, (weights * mask).sum()
 
     def divide(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Divide the numerator by `normalizer`, or else by the weight; 0 where all rows are masked."""
+        """Divide the numerator, a scalar, by `normalizer`, or else by the weight; 0 where all is masked."""
         divisor = weight if self.normalizer is None else self.normalizer
         divisor = torch.as_tensor(divisor, dtype=total.dtype, device=total.device)
         return total / divisor.where(divisor > 0, 1)

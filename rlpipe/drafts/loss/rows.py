@@ -52,17 +52,17 @@ class Rows:
     top1: Tensor
 
     def leaves(self) -> list[Tensor]:
-        """Return the differentiable statistics, in the order of `Coefficients`."""
+        """Return the differentiable statistics, [N, K] each, in the order of `Coefficients`."""
         return [self.alpha, self.kl, self.reverse_kl, self.draft_logprob]
 
     def with_leaves(self, leaves: list[Tensor]) -> Rows:
-        """Return a copy with these tensors as the differentiable statistics."""
+        """Return a copy with these tensors [N, K] as the differentiable statistics."""
         alpha, kl, reverse_kl, draft_logprob = leaves
         return replace(self, alpha=alpha, kl=kl, reverse_kl=reverse_kl, draft_logprob=draft_logprob)
 
     @classmethod
     def zeros(cls, mask: Tensor, dtype: torch.dtype) -> Rows:
-        """Make rows of the shape of `mask`, to be filled by `put`."""
+        """Make rows of the shape of `mask`, [N, K], to be filled by `put`."""
         return cls(**{f.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for f in fields(cls)})
 
     def put(self, part: slice, rows: Rows) -> None:
@@ -86,7 +86,7 @@ class Measured:
 
 
 def resolve_backend(backend: Backend | str, logits: Tensor) -> ModuleType:
-    """Return the module with `normalizers`, `overlaps` and `gradient`."""
+    """Return the module with `normalizers`, `overlaps` and `gradient`; auto: by the logits' device."""
     backend = Backend(backend)
     if backend is Backend.AUTO:
         backend = Backend.TRITON if logits.is_cuda and find_spec("triton") else Backend.TORCH

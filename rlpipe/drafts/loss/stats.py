@@ -58,7 +58,10 @@ class MtpStats:
     def from_rows(
         cls, rows: Rows, mask: Tensor, *, loss: Tensor, weight: Tensor, visits: VisitForecast | None
     ) -> MtpStats:
-        """Sum rows whose masked entries are 0."""
+        """Sum rows [N, K] whose masked entries are 0.
+
+        mask: [N, K] bool. loss, weight: scalars. visits: of the same anchors; None counts no engine's steps.
+        """
         depth = {name: getattr(rows, name).detach().double().sum(0) for name in BY_DEPTH}
         zeros = torch.zeros_like(depth["alpha"])
         return cls(

@@ -186,7 +186,8 @@ def e2e_block(rows: Rows, mask: Tensor) -> Tensor:
 def verify_steps(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the expected verify steps of all sequences and the tokens they emit; scalars.
 
-    Exact for tokens of the target. Source: `rlpipe.drafts.visit`.
+    rows, mask: [N, K]. turn_starts: [B, T] bool, N = B * T. Exact for tokens of the target. Source:
+    `rlpipe.drafts.visit`. Raises ValueError as `by_sequence`.
     """
     accept, mask = by_sequence(rows, mask, turn_starts)
     steps = expected_verify_steps(accept, mask, turn_starts).sum()

@@ -28,10 +28,10 @@ _COLUMNS = ("tests", "test_list", "test")
 def code_tests(
     env: EnvConfig, columns: list[str], *, column: str = "", partial: bool = False
 ) -> Callable[..., float]:
-    """1 where the code passes all tests of its row.
+    """Make the reward that is 1 where the code passes all tests of its row.
 
     column: of the tests; without, the first there is of tests, test_list, test. partial: the share of tests
-    that pass instead.
+    that pass instead. Raises ValueError for a missing column, or a sandbox that cannot run here.
     """
     from rlpipe.envs.swe.grader.trees import code_to_grade, run_tests
 

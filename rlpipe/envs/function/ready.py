@@ -35,7 +35,7 @@ def make_ready(setting: Weighted, env: EnvConfig, columns: Sequence[str]) -> Sco
 
 
 def exact_match(env: EnvConfig, columns: list[str], *, ignore_case: bool = False) -> Score:
-    """1 where the completion is the answer; white space around them does not count."""
+    """Make the reward that is 1 where the completion is the answer, white space around them aside."""
 
     def score(completion: str, answer: Any) -> float:
         got, wanted = completion.strip(), str(_required(answer, "exact_match")).strip()
@@ -45,7 +45,10 @@ def exact_match(env: EnvConfig, columns: list[str], *, ignore_case: bool = False
 
 
 def regex(env: EnvConfig, columns: list[str], *, pattern: str = "", ignore_case: bool = False) -> Score:
-    """1 where the pattern is found; with a group, where its last match captures the answer."""
+    """Make the reward that is 1 where the pattern is found; with a group, where its last match is the answer.
+
+    Raises ValueError for a pattern that is missing, no regular expression, or has several groups.
+    """
     if not pattern:
         raise ValueError(
             "reward=regex needs a pattern, as in 'reward={regex: {pattern: \"answer is (.+)\"}}'."
@@ -71,9 +74,10 @@ def regex(env: EnvConfig, columns: list[str], *, pattern: str = "", ignore_case:
 
 
 def json_schema(env: EnvConfig, columns: list[str], *, schema: Any = None) -> Score:
-    """1 where the completion, or its last fenced block, is JSON that the schema allows.
+    """Make the reward that is 1 where the completion, or its last fenced block, is JSON of the schema.
 
-    schema: a file or a mapping; without, the column `schema` of each row (an object, or its JSON).
+    schema: a file or a mapping; without, the column `schema` of each row (an object, or its JSON). Raises
+    ValueError when there is neither, or the schema is not valid.
     """
     if schema is None and "schema" not in columns:
         raise ValueError(
@@ -112,7 +116,10 @@ def _validator(schema: Any) -> Any:
 
 
 def math_verify(env: EnvConfig, columns: list[str]) -> Score:
-    """1 where math-verify finds the answer in the completion, in LaTeX or plain, whatever its form."""
+    """Make the reward that is 1 where math-verify finds the answer in the completion, in LaTeX or plain.
+
+    Raises ValueError without the library.
+    """
     try:
         import math_verify as library
     except ImportError:
@@ -142,10 +149,11 @@ def math_verify(env: EnvConfig, columns: list[str]) -> Score:
 
 
 def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> Score:
-    """The score of reasoning-gym for its own questions, stored as it makes them (question, answer, metadata).
+    """Make the reward that is reasoning-gym's score of its own questions (question, answer, metadata).
 
     dataset: its name; without, `metadata.source_dataset` of each row. The answer is the text in the last
-    <answer> tag, or the completion where there is none.
+    <answer> tag, or the completion where there is none. Raises ValueError for an unknown data set, or when
+    the column metadata is missing.
     """
     if "metadata" not in columns:
         raise ValueError(

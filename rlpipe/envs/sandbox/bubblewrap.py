@@ -174,7 +174,10 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         )
 
     def execute(self, action: dict, cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
-        """mini-swe-agent's contract: run action["command"]; `cwd` must be the work tree."""
+        """Run action["command"], as mini-swe-agent calls it. timeout: seconds.
+
+        Raises ValueError for a `cwd` that is not the work tree.
+        """
         if cwd not in ("", self.config.cwd):
             raise ValueError(
                 f"a contained command runs in {self.config.cwd}, not in {cwd!r}: put `cd` in the command."

@@ -64,7 +64,7 @@ def attend_grouped(
     mask: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Do `attend` with the query heads of a key head as further queries.
+    """Do `attend`, [B, q, heads, D] -> [B * q, heads * D], with a key head's query heads as further queries.
 
     No kernel of a GPU takes both a mask and fewer key heads than query heads: for these torch multiplies
     matrices and stores all scores. So the memory-efficient kernel is called by its name.

@@ -185,7 +185,7 @@ class ChainDrafting(_RowDrafting):
         return Drafted(part, uniforms, q, list(range(gamma)))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """Verify the drafts by the rule of the mode; arguments of `Drafting.judge`."""
+        """Verify the drafts by the rule of the mode; choices: [A, gamma + 1, V]."""
         part, uniforms = drafted.part, drafted.uniforms
         drafts, gamma = part.tokens[:, 1:], part.span.width - 1
 
@@ -314,7 +314,7 @@ class TreeDrafting(_RowDrafting):
         return self._over_vocabulary(torch.cat([*probs, leaves], 1))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """Verify the tree, and move the keys of the accepted path next to the root's."""
+        """Verify the tree, and move the keys of the accepted path to the root's; choices: [A, N + 1, V]."""
         tree, part = self._tree, drafted.part
         verdict = self._verify(drafted, choices)
         batch, accepted = len(part.tokens), verdict.num_accepted

@@ -77,7 +77,11 @@ class Graphs:
         state: torch.Tensor | None = None,
         selects: Sequence[torch.Tensor] | None = None,
     ) -> Any:
-        """Run the pass of this name; return its results without padding."""
+        """Run the pass of this name; return its results without padding.
+
+        tokens: [N] int64, span after span. state: [N, H], the input of a draft's pass. selects: per span, [B]
+        int64, the token of each row that the pass is for (None: all).
+        """
         span = spans[0]
         if not self._usable or len(spans) > 1 or not span.decoding or span.pieces:
             return function(tokens, spans, *(() if state is None else (state, selects)))

@@ -64,7 +64,7 @@ class DraftModel(Protocol):
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Draft one token per row; see `Model.draft`."""
+        """Compute the next states, [N, H] or [sum B, H]; arguments of `Model.draft`."""
 
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fuse the outputs [N, H] of each layer in `layers` into the input of the first step."""
@@ -365,7 +365,7 @@ class Model:
         return qkv
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Apply RMSNorm, with five kernels on a CPU where F.rms_norm runs about nine."""
+        """Apply RMSNorm to x [N, H], with five kernels on a CPU where F.rms_norm runs about nine."""
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
         squares = torch.linalg.vecdot(x, x).unsqueeze(-1)

@@ -51,7 +51,7 @@ class MtpLayer:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Compute the states of the next depth; arguments of `Model.draft`."""
+        """Compute the states of the next depth, [N, H] or [sum B, H]; arguments of `Model.draft`."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)
         x = self.joined(torch.cat((model.norm(hidden, self.hidden_norm), embedded), -1))
         return model.norm(model.run_draft_layer(self.layer, x, spans, selects, depth=depth), self.final_norm)

@@ -72,7 +72,7 @@ class RowTable:
         self._sessions: OrderedDict[str, int] = OrderedDict()  # idle ones, least recently used first
 
     def divisor(self, rows: np.ndarray | slice) -> torch.Tensor | None:
-        """Return the temperatures of the rows, None when all are 1; greedy rows have 1."""
+        """Return the temperatures [n] of n rows, None when all are 1; greedy rows have 1."""
         temperature = self.temperature[rows]
         return torch.from_numpy(temperature).to(self._device) if (temperature != 1).any() else None
 
@@ -125,7 +125,11 @@ class RowTable:
         stops: tuple[int, ...],
         uniforms: np.ndarray,
     ) -> None:
-        """Write a request into its row; the caller fills its keys."""
+        """Write a request into its row; the caller fills its keys.
+
+        prompt: [P] token ids. end: length at which it ends. temperature: 0 is greedy. stops: token ids.
+        uniforms: [output tokens, streams] in [0, 1).
+        """
         self.jobs[row] = job
         self.tokens[row, : len(prompt)] = prompt
         self.total[row] = self.prompt[row] = len(prompt)

@@ -70,7 +70,10 @@ def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the index of one token per row among the tokens of a pass."""
+    """Return the index of one token per row among the tokens of a pass: [rows of all spans] int64.
+
+    selects: per span, [B] int64, the token of each row by its position in the span.
+    """
     flat, start = [], 0
     for span, select in zip(spans, selects, strict=True):
         flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))

@@ -52,31 +52,31 @@ class Objects:
         self._objects, self._numbers, self._lent = [], {}, []
 
     def lend(self, module, names):
-        """The functions and classes among the names of a module, which the tests need not ask for again."""
+        """Return the functions and classes among the names of a module: the tests ask for each only once."""
         space = vars(module)
         lent = {name: space.get(name) for name in names if isinstance(space.get(name), _LENT)}
         self._lent += [(space, name, value) for name, value in lent.items()]
         return lent
 
     def hold(self):
-        """Whether every name that was lent means what it meant."""
+        """Return whether every name that was lent means what it meant."""
         return all(space.get(name) is value for space, name, value in self._lent)
 
     def number(self, value):
-        """The number of an object, a new one when it has none."""
+        """Return the number of an object, a new one when it has none."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
         return self._numbers[id(value)]
 
     def form(self, value):
-        """The JSON form of an object of no builtin type."""
+        """Return the JSON form of an object of no builtin type."""
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", *self.exception(value)]
         return ["object", self.number(value)]
 
     def exception(self, cls):
-        """(builtin class name, [[number, name] of each class derived from it, the basic first])."""
+        """Return (builtin class name, [[number, name] of each class derived from it, the basic first])."""
         derived = []
         for base in cls.__mro__:
             if base.__module__ == "builtins":
@@ -86,7 +86,7 @@ class Objects:
         raise AssertionError("every class derives from object")
 
     def value(self, form):
-        """The object of a form."""
+        """Return the object that a form stands for."""
         tag, number = form
         return (
             self._objects[number] if tag == "object" else getattr(importlib.import_module("builtins"), number)
@@ -94,7 +94,11 @@ class Objects:
 
 
 def answer(request, objects):
-    """What a request gives: ["value", value, arguments, hold] or ["raise", class, derived, args, hold]."""
+    """Return what a request gives: ["value", value, args, hold] or ["raise", class, derived, args, hold].
+
+    args: the arguments afterwards, None when the call left them as they were, or of the exception.
+    hold: as `Objects.hold` says.
+    """
     try:
         what, target, args, kwargs = request
         args = decode(args, objects.value)

@@ -21,7 +21,10 @@ class Malformed(ValueError):
 
 
 def encode(value, other, depth=0):
-    """The JSON form of a value; `other(value)` gives that of an object of no builtin type."""
+    """Return the JSON form of a value. other: makes that of an object of no builtin type.
+
+    Raises Malformed for values that are nested too deeply.
+    """
     if depth > _DEEPEST:
         raise Malformed("nested too deeply")
     if value is None:
@@ -52,7 +55,7 @@ def encode(value, other, depth=0):
 
 
 def decode(form, other, depth=0):
-    """The value of a JSON form; `other(form)` gives that of an unknown tag, or raises Malformed."""
+    """Return the value of a JSON form. other: makes that of an unknown tag. Raises Malformed."""
     if depth > _DEEPEST:
         raise Malformed("nested too deeply")
     if form is None or type(form) in (bool, int, str):
@@ -86,7 +89,7 @@ _ESCAPES = {n: f"\\u{n:04x}" for n in (*range(32), ord('"'), ord("\\"))}
 
 
 def dumps(form):
-    """JSON in UTF-8, for what `encode` makes: None, bool, int, str and lists of these."""
+    """Write what `encode` makes (None, bool, int, str and lists of these) as JSON in UTF-8."""
     return _text(form).encode("utf-8", "surrogatepass")
 
 
@@ -146,7 +149,7 @@ class Channel:
             data = data[os.write(self._descriptor, data) :]
 
     def receive(self):
-        """The next message."""
+        """Wait for the next message and return it."""
         size = int.from_bytes(self._read(4), "big")
         if size > LONGEST:
             raise Malformed(f"a message of more than {LONGEST} bytes")

@@ -36,7 +36,7 @@ _WATCHED = (
 
 
 def machinery():
-    """Every function of the test machinery with its code, to be compared later."""
+    """List every function of the test machinery with its code, to be compared later."""
     return [
         (cls.__name__, name, value, getattr(value, "__code__", None))
         for cls in _WATCHED
@@ -88,19 +88,19 @@ class Result(unittest.result.TestResult):
 
 
 def passes(test):
-    """Whether a test, and nothing but this one test, ran and succeeded."""
+    """Run a test; return whether it, and nothing else, ran and succeeded."""
     result = Result()
     test.run(result)
     return result.testsRun == 1 and result.wasSuccessful() and not (result.skipped or result.expectedFailures)
 
 
 def same_machinery(before):
-    """Whether every function is the one that it was."""
+    """Return whether every function is the one that `machinery` listed before."""
     return [(a[:2], id(a[2]), id(a[3])) for a in before] == [(a[:2], id(a[2]), id(a[3])) for a in machinery()]
 
 
 def finds_faults():
-    """Whether assertions that are wrong still fail."""
+    """Return whether assertions that are wrong still fail."""
     names = [name for name in vars(MustFail) if name.startswith("test_")]
     return len(names) == 10 and not any(passes(MustFail(name)) for name in names)
 

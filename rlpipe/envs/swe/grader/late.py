@@ -15,7 +15,7 @@ class LatePackages:
     """Finds installed packages: the last finder, replaced by `site` at its first use."""
 
     def find_spec(self, name, path=None, target=None):
-        """The spec of a module that no other finder knows, or None."""
+        """Return the spec of a module that no other finder knows, or None."""
         sys.meta_path.remove(self)
         importlib.import_module("site").main()
         return importlib.machinery.PathFinder.find_spec(name, path)

@@ -91,7 +91,10 @@ class Code:
         self._remotes, self._exceptions, self.names_hold = {}, {}, True
 
     def ask(self, what, target, args, kwargs):
-        """The value of a request; raises what the code raised, RuntimeError when the answer is malformed."""
+        """Send a request, and return its value.
+
+        Raises what the code raised, and RuntimeError when the answer is malformed.
+        """
         args = list(args)
         request = [what, target, encode(args, self._form), encode(kwargs, self._form)]
         try:
@@ -202,7 +205,7 @@ class Finder:
         self._code, self._modules = code, modules
 
     def find_spec(self, name, path=None, target=None):
-        """The proxy of a module of the code under test; None for all others."""
+        """Return the spec of a proxy of a module of the code under test; None for all others."""
         if name not in self._modules:
             return None
         spec = importlib.machinery.ModuleSpec(name, self, is_package=self._modules[name] is not None)
@@ -211,7 +214,7 @@ class Finder:
         return spec
 
     def create_module(self, spec):
-        """An empty proxy."""
+        """Make an empty proxy."""
         return ProxyModule(spec.name)
 
     def exec_module(self, module):
@@ -224,5 +227,8 @@ class Finder:
 
 
 def install(descriptor, modules):
-    """From now on the named modules are imported from the code server."""
+    """Have the named modules imported from the code server from now on.
+
+    descriptor: of the socket to it. modules: dotted name -> its folder, or None.
+    """
     sys.meta_path.insert(0, Finder(Code(descriptor), modules))
