@@ -345,7 +345,8 @@ def _note_few_instances(instances: int, prompts: int) -> None:
 
 
 def _prompts(config: Config, suite: Suite) -> Prompts:
-    return PromptCheck(resolve_model(config.model.path), config.rollout.max_context, suite_tools(suite))
+    path, template = resolve_model(config.model.path), config.model.chat_template
+    return PromptCheck(path, config.rollout.max_context, suite_tools(suite), template=template)
 
 
 def _check_rows(suite: FunctionSuite, config: Config, budget_s: float) -> None:

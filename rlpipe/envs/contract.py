@@ -90,11 +90,11 @@ def group_rewards(returned: Any, count: int) -> list[float]:
     return [number_of(f"score_group()[{n}]", reward) for n, reward in enumerate(rewards)]
 
 
-def number_of(what: str, value: Any) -> float:
+def number_of(
+    what: str, value: Any, hint: str = "give a finite number, as in StepResult(done=True, reward=1.0)"
+) -> float:
     """Return a number, one of NumPy's or torch's included, as a finite float. Raises ValueError otherwise."""
     plain = _plain(value)
-    hint = "give a finite number, as in StepResult(done=True, reward=1.0)"
-
     if not isinstance(plain, (int, float)):
         raise ValueError(f"{what}={shown(value)}: {hint}.")
     try:

@@ -14,11 +14,17 @@ from rlpipe.rollout.chat import ChatFormat, Message, Tools
 
 
 class PromptCheck:
-    """Renders messages as a rollout does. max_context: tokens of a trajectory."""
+    """Renders messages as a rollout does.
 
-    def __init__(self, path: str | Path, max_context: int, tools: Tools | None = None) -> None:
+    max_context: tokens of a trajectory. template: `model.chat_template`, for messages; empty for the model's.
+    """
+
+    def __init__(
+        self, path: str | Path, max_context: int, tools: Tools | None = None, *, template: str = ""
+    ) -> None:
         self.max_context = max_context
-        self._path, self._tools = path, tools
+        self._tools = tools
+        self._template = f"chat template {template!r}" if template else f"chat template of {str(path)!r}"
         self._chat = ChatFormat.from_pretrained(path)
 
     def opening(self, messages: list[Message]) -> int:
@@ -30,7 +36,7 @@ class PromptCheck:
         except TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
-                f"messages() has the roles {roles}, which the chat template of {str(self._path)!r} refuses "
+                f"messages() has the roles {roles}, which the {self._template} refuses "
                 f"({described(error)}): use roles that it takes, or another order; a system prompt can begin "
                 "the user's message."
             ) from None
@@ -43,6 +49,6 @@ class PromptCheck:
             self._chat.continuation(self._chat.observation(observation), [])
         except TemplateError as error:
             raise ValueError(
-                f"step() returned an observation that the chat template of {str(self._path)!r} refuses "
+                f"step() returned an observation that the {self._template} refuses "
                 f"({described(error)}): give a text, or one message."
             ) from None

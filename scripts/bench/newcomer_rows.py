@@ -1,12 +1,13 @@
 """How are the 34 mistakes answered that a newcomer's pass found answered badly (16) or fairly (18)?
 
+One of the 34, a PEFT or GGUF folder as a model, is played as two rows.
 Plays each as the command that a user types, in a folder of its own, with real runs, signals and a small disk.
 A row is answered as it should be when the exit status is right, the output has everything that the row names
 (what is wrong, where, and what to do), no traceback, and it ends in the given seconds.
 
     python scripts/bench/newcomer_rows.py --json OUT [--rows NAME ...]
 
-Rows that OUT has from an earlier call stay.
+A pass that was interrupted is continued by the same command.
 """
 
 from __future__ import annotations
@@ -343,10 +344,16 @@ ROWS = [
         status=0,
     ),
     Row(
-        name="a PEFT folder, a GGUF folder",
+        name="a PEFT folder",
         given=["run", *SWE, "model.path=model"],
-        files=lambda folder: (adapter(folder), quantised(folder / "model")),
-        says=["PEFT adapter|llama.cpp's format"],
+        files=adapter,
+        says=["PEFT adapter", "merge_and_unload"],
+    ),
+    Row(
+        name="a GGUF folder",
+        given=["run", *SWE, "model.path=model"],
+        files=quantised,
+        says=["llama.cpp's format", "rlpipe fetch"],
     ),
     Row(
         name="model.path is a run directory",
@@ -444,27 +451,22 @@ def _run(command: list[str], row: Row, folder: Path, env: dict[str, str]) -> tup
 def main() -> None:
     """Play all rows one after the other, print the table, write it."""
     parser = bench_parser(__doc__, repeats=None)
-    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS])
+    parser.add_argument("--rows", nargs="+", default=[], help="by name (default: those that OUT lacks)")
     args, load = parser.parse_args(), load_average()
-    done = {}
-    for row in (row for row in ROWS if row.name in args.rows):
+
+    # A file that is there is continued: its rows stay, each with the commit on which it ran.
+    earlier = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    done = {answer["row"]: answer for answer in earlier}
+    chosen = args.rows or [row.name for row in ROWS if row.name not in done]
+    for row in (row for row in ROWS if row.name in chosen):
         done[row.name] = answer = play(row)
         mark = "yes" if answer["as it should be"] else f"NO, status {answer['status']}, {answer['lacks']}"
         print(f"{answer['seconds']:6.1f} s  {row.name:<50} {mark}", flush=True)
 
-    # A file that is there is completed: its other rows stay, each with the commit on which it ran.
-    earlier = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    done = {answer["row"]: answer for answer in earlier} | done
-    rows = [done[row.name] for row in ROWS if row.name in done]
-    args.rows = len(args.rows)
-    result = {
-        **provenance(args, load, packages=()),
-        "answered": sum(answer["as it should be"] for answer in rows),
-        "of": len(rows),
-        "rows": rows,
-    }
-    print(json.dumps({name: result[name] for name in ("answered", "of")}))
-    write_result(args.json, result)
+        rows = [done[row.name] for row in ROWS if row.name in done]
+        answered = sum(answer["as it should be"] for answer in rows)
+        numbers = {"answered": answered, "of": len(rows), "rows": rows}
+        write_result(args.json, provenance(args, load, packages=()) | numbers)
 
 
 if __name__ == "__main__":

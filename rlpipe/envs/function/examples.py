@@ -69,6 +69,11 @@ class Reader:
             self.answer_column = self._column("answer", data.answer, ANSWERS, optional=True)
 
     @property
+    def has_answers(self) -> bool:
+        """Whether rows may have a right answer."""
+        return bool(self.answer_column) or _is_verl(self._rows)
+
+    @property
     def columns(self) -> str:
         """Say where prompts and answers come from."""
         answers = self.answer_column or ("reward_model.ground_truth" if _is_verl(self._rows) else "none")

@@ -190,7 +190,8 @@ def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> S
 def _required(answer: Any, name: str) -> Any:
     if answer is None:
         raise ValueError(
-            f"reward={name} compares with an answer, and the row has none: set data.answer=COLUMN"
+            f"reward={name} compares with an answer, and the row has none: add it, or leave such rows out "
+            "with data.filter"
         )
     return answer
 

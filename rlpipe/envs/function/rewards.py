@@ -89,6 +89,13 @@ class Call:
             made = {name: [value] * len(self.answers) for name, value in columns.items()} | self._trl()
         else:
             made = self._verl()
+
+        # Rows of JSONL may differ in their columns.
+        if missing := reward.signature.required - made.keys():
+            raise ValueError(
+                f"{example.place} has no column {min(missing)!r}, which {reward.where} needs: add it, leave "
+                "such rows out with data.filter, or give the parameter a default."
+            )
         return {name: value for name, value in made.items() if name in reward.signature.names}
 
     def _trl(self) -> dict[str, Any]:
@@ -164,7 +171,7 @@ class Call:
             raise ValueError(
                 f"{name} returned {shown(value)}: return a number (True and False count as 1 and 0)."
             )
-        return Score(value=number_of(f"{name} returned", value), info=info)
+        return Score(value=number_of(f"the reward of {name}", value, "return a finite number"), info=info)
 
 
 def _recorded(value: Any) -> Any:

@@ -7,6 +7,7 @@ JSON, CSV and .gz are held as Python objects, so that large ones are refused wit
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -77,10 +78,7 @@ def read_rows(data: DataConfig, setting: str, name: str) -> Rows:
     try:
         rows = reader(where, name, path)
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: byte {error.object[error.start]:#x} is not UTF-8. Save the file as UTF-8, as by "
-            "`iconv -t UTF-8`."
-        ) from None
+        raise _not_utf8(where, error) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
             f"{where} is not a whole gzip file ({error}): rename it without .gz, or write it again."
@@ -155,21 +153,35 @@ def _opened(where: str, path: Path) -> Iterator[io.BufferedReader | gzip.GzipFil
 # --- JSON -------------------------------------------------------------------------------------------------
 
 
+def _not_utf8(place: str, error: UnicodeDecodeError) -> ValueError:
+    """Return the refusal of a text in another encoding."""
+    is_wide = "16" in error.encoding or error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return ValueError(
+        f"{place}: byte {error.object[error.start]:#x} is not UTF-8. Save the file as UTF-8, as by "
+        f"`iconv {'-f UTF-16 ' if is_wide else ''}-t UTF-8`."
+    )
+
+
+def _too_large(place: str, error: Exception) -> ValueError:
+    """Return the refusal of JSON that Python does not read: nested too deeply, or thousands of digits."""
+    reason = str(error).partition(":")[0]
+    return ValueError(f"{place} cannot be read ({reason}): store that value as text, or leave it out.")
+
+
 def _parse(place: str, text: bytes | str) -> Row:
     """Return the object in one line. Raises ValueError with its place."""
     try:
         row = json.loads(text)
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{place}: byte {error.object[error.start]:#x} is not UTF-8. Save the file as UTF-8, as by "
-            "`iconv -t UTF-8`."
-        ) from None
+        raise _not_utf8(place, error) from None
     except json.JSONDecodeError as error:
         shown = text.decode(errors="replace") if isinstance(text, bytes) else text
         raise ValueError(
             f"{place} is not JSON at column {error.colno}: {error.msg}, in {shown.strip()[:60]!r}. Correct "
             "the line, or remove it."
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise _too_large(place, error) from None
     if not isinstance(row, dict):
         hint = "set data.format=json" if isinstance(row, list) else "each line must be an object"
         raise ValueError(f'{place} is a {type(row).__name__}, not an object like {{"prompt": ...}}: {hint}.')
@@ -204,8 +216,7 @@ class _Lines(Sequence[Row]):
         start, end = self._starts[index], self._starts[index + 1]
         # Threads of an environment read at once, so none moves the position of the file.
         line = os.pread(self._file.fileno(), end - start, start)
-        # Blank lines that follow belong to no row.
-        return _parse(self.place(index), line.removeprefix(_BOM).strip().splitlines()[0])
+        return _parse(self.place(index), line.removeprefix(_BOM).strip())
 
 
 def _read_jsonl(where: str, name: str, path: Path) -> Rows:
@@ -233,6 +244,8 @@ def _read_json(where: str, name: str, path: Path) -> Rows:
             f"{name}:{error.lineno} is not JSON at column {error.colno}: {error.msg}. It must be one list of "
             f"objects: {hint}."
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise _too_large(where, error) from None
 
     if not isinstance(rows, list):
         keys = f" with the keys {', '.join(map(repr, list(rows)[:5]))}" if isinstance(rows, dict) else ""
@@ -258,6 +271,10 @@ def _read_csv(where: str, name: str, path: Path) -> Rows:
         rows, lines = [], []
         try:
             columns = next(reader, [])
+            if len(columns) == 1 and (separators := [each for each in ";\t|" if each in columns[0]]):
+                raise ValueError(
+                    f"{where} separates its columns by {separators[0]!r} ({columns[0]}): write commas."
+                )
             for values in reader:
                 if len(values) not in (0, len(columns)):
                     raise ValueError(

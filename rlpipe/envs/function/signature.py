@@ -61,11 +61,13 @@ NAMES = {
 class Signature:
     """How a function is called.
 
-    names: arguments that it is given. needs_tokens: it reads token ids. is_async: a call is awaited.
+    names: arguments that it is given. required: those of them without a default. needs_tokens: it reads token
+    ids. is_async: a call is awaited.
     """
 
     form: Form
     names: frozenset[str]
+    required: frozenset[str]
     needs_tokens: bool
     is_async: bool
 
@@ -104,7 +106,14 @@ def signature_of(function: Callable[..., Any], where: str, columns: Sequence[str
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  (of an object with an async __call__)
     )
-    return Signature(form=form, names=frozenset(names), needs_tokens=bool(names & _TOKENS), is_async=is_async)
+    required = {name for name in names & named if parameters[name].default is inspect.Parameter.empty}
+    return Signature(
+        form=form,
+        names=frozenset(names),
+        required=frozenset(required),
+        needs_tokens=bool(names & _TOKENS),
+        is_async=is_async,
+    )
 
 
 def _check_parameters(parameters: Any, where: str, known: set[str], columns: Sequence[str]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.paths import resolve_model
 from rlpipe.envs.base import TRAIN, GroupMember, StepResult
-from rlpipe.envs.function.examples import Example, Reader
+from rlpipe.envs.function.examples import ANSWERS, Example, Reader
 from rlpipe.envs.function.rewards import Reward, load_rewards, score_answers
-from rlpipe.envs.function.rows import read_rows
+from rlpipe.envs.function.rows import Rows, read_rows
 from rlpipe.envs.function.splits import Checked, Splits, check_rows, make_splits
 
 HELD_OUT = "held_out"
@@ -79,6 +79,9 @@ class FunctionSuite:
             self._readers[HELD_OUT] = Reader(task.data, self._rows[HELD_OUT])
 
         self.rewards = load_rewards(task, config, train.columns, self._encode)
+
+        for rows, reader in zip(self._rows.values(), self._readers.values(), strict=True):
+            _check_answers(self.rewards, rows, reader)
 
         # A function of several answers may compare them: it gets all attempts at a prompt at once.
         self._grouped = any(reward.signature.form.batched for reward in self.rewards)
@@ -184,3 +187,14 @@ class FunctionSuite:
 
             self._encoder = AutoTokenizer.from_pretrained(resolve_model(self._task.model))
         return self._encoder.encode(text, add_special_tokens=False)
+
+
+def _check_answers(rewards: Sequence[Reward], rows: Rows, reader: Reader) -> None:
+    """Refuse functions that need an answer where a data set has none. Raises ValueError."""
+    for reward in rewards:
+        if "answer" in reward.signature.required and not reader.has_answers:
+            raise ValueError(
+                f"{reward.where} needs answer, and {rows.name} has no column of a usual name "
+                f"({', '.join(ANSWERS)}): it has {', '.join(rows.columns)}. Set data.answer=COLUMN, or give "
+                "the parameter a default."
+            )

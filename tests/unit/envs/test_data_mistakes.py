@@ -123,6 +123,56 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"train": "t.csv"},
         ["t.csv", "0xe9", "UTF-8"],
     ),
+    "UTF-16 in JSONL": (
+        {"train.jsonl": lines(numbered(3)).encode("utf-16")},
+        {},
+        ["train.jsonl:2", "not UTF-8", "iconv -f UTF-16 -t UTF-8"],
+    ),
+    "UTF-16 in CSV": (
+        {"t.csv": "prompt,answer\na,b\n".encode("utf-16")},
+        {"train": "t.csv"},
+        ["data.train=t.csv", "0xff", "iconv -f UTF-16 -t UTF-8"],
+    ),
+    "line ends of old Macs": (
+        {"train.jsonl": lines(numbered(3)).replace("\n", "\r")},
+        {},
+        ["train.jsonl:1 is not JSON at column 37", "Extra data"],
+    ),
+    "two rows on a line": (
+        {"train.jsonl": with_row(3, '{"prompt": "a"} {"prompt": "b"}')},
+        {},
+        ["train.jsonl:3 is not JSON at column 17", "Extra data", "Correct the line"],
+    ),
+    "file cut short": (
+        {"train.jsonl": lines(numbered(20))[:-12]},
+        {},
+        ["train.jsonl:20 is not JSON", "Unterminated string", "or remove it"],
+    ),
+    "number of thousands of digits": (
+        {"train.jsonl": with_row(3, '{"prompt": "a", "answer": %s}' % ("1" * 5000))},
+        {},
+        ["train.jsonl:3 cannot be read", "4300 digits", "store that value as text"],
+    ),
+    "value nested too deeply": (
+        {"train.jsonl": with_row(3, '{"prompt": "a", "answer": %s}' % ("[" * 99999 + "]" * 99999))},
+        {},
+        ["train.jsonl:3 cannot be read", "recursion depth", "leave it out"],
+    ),
+    "JSON nested too deeply": (
+        {"t.json": "[" * 99999 + "]" * 99999},
+        {"train": "t.json"},
+        ["data.train=t.json cannot be read", "recursion depth"],
+    ),
+    "CSV with semicolons": (
+        {"t.csv": "prompt;answer\nSay 1.;1\n"},
+        {"train": "t.csv"},
+        ["data.train=t.csv separates its columns by ';'", "prompt;answer", "commas"],
+    ),
+    "CSV without rows": (
+        {"t.csv": "prompt,answer\n"},
+        {"train": "t.csv"},
+        ["data.train=t.csv is empty", "no row"],
+    ),
     "line that is not JSON": (
         {"train.jsonl": with_row(3, '{"prompt": "a", "answer": }')},
         {},
@@ -216,6 +266,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["train.jsonl has no column of a usual name", "text, label", "data.prompt=COLUMN"],
     ),
+    "no answers": (
+        {"train.jsonl": lines([{"prompt": f"Say {n}."} for n in range(9)])},
+        {},
+        ["r.py:score needs answer", "train.jsonl has no column", "Set data.answer=COLUMN"],
+    ),
+    "no answers among the held-out rows": (
+        {"test.jsonl": lines([{"prompt": "new"}])},
+        {"held_out": "test.jsonl"},
+        ["r.py:score needs answer", "test.jsonl has no column", "it has prompt"],
+    ),
     "row without the column": (
         {"train.jsonl": with_row(7, {"question": "a", "answer": "b"})},
         {},
@@ -257,17 +317,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["train.jsonl:1", "'human'", "system, user, assistant, tool"],
     ),
     "messages of another format": (
-        {"train.jsonl": lines([{"messages": [{"from": "human", "value": "a"}]}] * 3)},
+        {"train.jsonl": lines([{"messages": [{"from": "human", "value": "a"}], "answer": "b"}] * 3)},
         {},
         ["train.jsonl:1", "rename from/value to role/content"],
     ),
     "messages that end with the answer": (
-        {"train.jsonl": lines([{"prompt": [{"role": "assistant", "content": "a"}]}] * 3)},
+        {"train.jsonl": lines([{"prompt": [{"role": "assistant", "content": "a"}], "answer": "b"}] * 3)},
         {},
         ["train.jsonl:1", "ends with a message of the assistant", "column of its own"],
     ),
     "images": (
-        {"train.jsonl": lines([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}] * 3)},
+        {
+            "train.jsonl": lines(
+                [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "b"}] * 3
+            )
+        },
         {},
         ["train.jsonl:1", "images are not supported"],
     ),
@@ -364,6 +428,19 @@ REFUSED_REWARDS: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
         REWARD,
         ["passed by name", "`/`"],
     ),
+    "argument that is no column of one row": (
+        {
+            "train.jsonl": lines([{"level": 1} | row for row in numbered(9)]) + lines(numbered(1)),
+            "r.py": "def score(completion, level):\n    return float(level)\n",
+        },
+        REWARD,
+        ["train.jsonl:10 has no column 'level'", "r.py:score needs", "data.filter"],
+    ),
+    "no argument at all": (
+        reward("def score():\n    return 1\n"),
+        REWARD,
+        ["r.py:score()", "no form that is recognised", "score(completion, answer)"],
+    ),
     "state of the trainer": (
         reward("def score(completions, trainer_state): return 1\n"),
         REWARD,
@@ -381,6 +458,46 @@ REFUSED_REWARDS: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
         ["r.py:2", "[1.0] (list)", "a number"],
     ),
     "NaN": (reward("def score(completion):\n    return float('nan')\n"), REWARD, ["r.py:2", "nan", "finite"]),
+    "infinity": (
+        reward("def score(completion):\n    return -float('inf')\n"),
+        REWARD,
+        ["r.py:2", "-inf", "return a finite number"],
+    ),
+    "number too large": (
+        reward("def score(completion):\n    return 10**400\n"),
+        REWARD,
+        ["r.py:2", "1000", "return a finite number"],
+    ),
+    "generator": (
+        reward("def score(completion):\n    yield 1.0\n"),
+        REWARD,
+        ["r.py:1", "generator", "return a finite number"],
+    ),
+    "import that is missing": (
+        reward("import nunpy\ndef score(completion):\n    return 1\n"),
+        REWARD,
+        ["r.py:1", "No module named 'nunpy'", "install it"],
+    ),
+    "file that it reads and that is missing": (
+        reward("def score(completion):\n    return float(open('gone.txt').read())\n"),
+        REWARD,
+        ["r.py:2", "FileNotFoundError", "gone.txt", "train.jsonl:"],
+    ),
+    "alarm": (
+        reward("import signal\ndef score(completion):\n    signal.signal(signal.SIGALRM, print)\n"),
+        REWARD,
+        ["r.py:3", "main thread"],
+    ),
+    "endless recursion": (
+        reward("def score(completion):\n    return score(completion)\n"),
+        REWARD,
+        ["r.py:", "RecursionError", "train.jsonl:"],
+    ),
+    "division by the length of an empty answer": (
+        reward("def score(completion):\n    return 1 / len(completion)\n"),
+        REWARD,
+        ["r.py:2", "ZeroDivisionError", "train.jsonl:"],
+    ),
     "number of a batch": (reward(TRL.format("1.0")), REWARD, ["r.py:2", "1.0 (float)", "return a list"]),
     "list of another length": (
         reward(TRL.format("[1.0]")),

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlpipe.config.paths import resolve
 from rlpipe.rollout.chat import ChatFormat
+from rlpipe.rollout.prompt_check import PromptCheck
 
 pytestmark = pytest.mark.unit
 
@@ -59,6 +60,16 @@ def tiny():
 @pytest.fixture
 def qwen():
     return tokenizer(QWEN, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>")
+
+
+@pytest.mark.parametrize("template", ["", "my_template.jinja"])
+def test_roles_that_are_refused_are_answered_with_the_template_that_the_user_named(tmp_path, template):
+    tokenizer(STRICT, ["<|end|>", "<|user|>", "<|assistant|>"], "<|end|>").save_pretrained(tmp_path)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ValueError, match="no such role") as refusal:
+        PromptCheck(tmp_path, 100, template=template).opening(messages)
+    assert (template or str(tmp_path)) in str(refusal.value)
+    assert (str(tmp_path) in str(refusal.value)) == (not template)
 
 
 def whole(tok, messages):
