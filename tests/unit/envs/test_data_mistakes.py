@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -641,6 +642,12 @@ NOTED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["all made-up answers to 20 prompts got the reward 0.5"],
     ),
 }
+
+
+def test_the_page_lists_forty_mistakes_that_are_cases_here():
+    page = (Path(__file__).parents[3] / "docs/developer/data_mistakes.md").read_text()
+    listed = re.findall(r"^\| \d+ \| .*? \| `(.*?)` \|", page, re.MULTILINE)
+    assert len(set(listed)) == 40 and set(listed) <= REFUSED.keys() | REFUSED_REWARDS.keys() | NOTED.keys()
 
 
 @pytest.mark.parametrize("name", NOTED)
