@@ -3,7 +3,7 @@
 Trains a released model on real rollouts (`recipe=smollm_rl`), keeps every checkpoint and compares the
 weights that servers would get, step by step, as they are compared for an update (`weights/deltas.py`).
 
-    python scripts/bench/delta_bytes.py --json OUT [--steps 3] [--settings NAME=VALUE ...]
+    python scripts/bench/delta_bytes.py --json OUT [--model smollm2] [--steps 3] [--settings NAME=VALUE ...]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness import bench_parser, load_average, provenance, write_result  # noqa
 
 from rlpipe.config.paths import resolve_model  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
-from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 from rlpipe.models.checkpoint import read_weights  # noqa: E402
 from rlpipe.weights.session import WeightSession  # noqa: E402
 
@@ -33,7 +33,7 @@ ARMS = {"full": (), "LoRA": ("trainer.lora.rank=16", "trainer.lr=3e-4")}
 def train(run: Path, steps: int, settings: list[str]) -> None:
     """Run so many steps, with a checkpoint after each."""
     command = [sys.executable, "-m", "rlpipe", "run", "+recipe=smollm_rl", f"run.dir={run}"]
-    command += [f"run.steps={steps}", "run.save_every=1", f"run.keep={steps}", "val.every=0", *settings]
+    command += [f"run.steps={steps}", "run.save_every=1", f"run.keep_last={steps}", "val.every=0", *settings]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
@@ -46,7 +46,7 @@ def deltas(run: Path, steps: int, start: Path) -> list[dict[str, Any]]:
         new = {name: tensor.to(torch.bfloat16) for name, tensor in read_weights(folder).items()}
         if held is not None:
             names = held.keys() & new.keys()
-            session = WeightSession(config, SpecConfig(), folder, folder=run)
+            session = WeightSession(config, SpecConfig(mode=SpecMode.NONE), folder, folder=run)
             delta = session.delta({n: held[n] for n in names}, {n: new[n] for n in names})
             elements = sum(int((held[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in names)
             whole = sum(new[n].nbytes for n in names)
@@ -66,6 +66,7 @@ def deltas(run: Path, steps: int, start: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Run what was asked for and write one JSON."""
     parser = bench_parser(__doc__, repeats=None)
+    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--settings", nargs="*", default=[], help="further settings of the runs")
     args = parser.parse_args()
@@ -73,8 +74,8 @@ def main() -> None:
     for arm, settings in ARMS.items():
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
-            train(run, args.steps, [*settings, *args.settings])
-            results[arm] = deltas(run, args.steps, resolve_model("smollm2"))
+            train(run, args.steps, [f"model.path={args.model}", *settings, *args.settings])
+            results[arm] = deltas(run, args.steps, resolve_model(args.model))
         for row in results[arm]:
             sent = (row["delta_bytes"] or row["whole_bytes"]) / row["whole_bytes"]
             print(f"{arm} step {row['step']}: {row['share']:.3%} of the elements, {sent:.1%} of the bytes")

@@ -448,18 +448,22 @@ def _run(command: list[str], row: Row, folder: Path, env: dict[str, str]) -> tup
     return process.wait(), seconds, out.read_text()
 
 
+def earlier(out: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the answers that a file has already, each with the commit on which its row ran."""
+    known = json.loads(out.read_text())["rows"] if out and out.exists() else []
+    return {answer["row"]: answer for answer in known}
+
+
 def main() -> None:
     """Play all rows one after the other, print the table, write it."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--rows", nargs="+", default=[], help="by name (default: those that OUT lacks)")
     args, load = parser.parse_args(), load_average()
 
-    # A file that is there is continued: its rows stay, each with the commit on which it ran.
-    earlier = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    done = {answer["row"]: answer for answer in earlier}
-    chosen = args.rows or [row.name for row in ROWS if row.name not in done]
+    chosen = args.rows or [row.name for row in ROWS if row.name not in earlier(args.json)]
     for row in (row for row in ROWS if row.name in chosen):
-        done[row.name] = answer = play(row)
+        answer = play(row)
+        done = earlier(args.json) | {row.name: answer}
         mark = "yes" if answer["as it should be"] else f"NO, status {answer['status']}, {answer['lacks']}"
         print(f"{answer['seconds']:6.1f} s  {row.name:<50} {mark}", flush=True)
 

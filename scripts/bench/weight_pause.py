@@ -52,7 +52,8 @@ class Clock:
     def __init__(self, engine: SglangEngine) -> None:
         self.paused = self.num_bytes = 0.0
         self._since = 0.0
-        post, delta = engine._http.client.post, WeightSession.delta
+        client = engine._http
+        post, delta = client.post, WeightSession.delta
 
         async def posted(path: str, *args: Any, **options: Any) -> Any:
             if path == "/pause_generation":
@@ -68,7 +69,7 @@ class Clock:
             self.num_bytes = 0.0 if found is None else found.num_bytes
             return found
 
-        engine._http.client.post, WeightSession.delta = posted, counted
+        client.post, WeightSession.delta = posted, counted
 
 
 def changed(weights: Mapping[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
@@ -109,7 +110,7 @@ def measure(engine: SglangEngine, weights: dict[str, torch.Tensor], repeats: int
     """Seconds, pause and bytes of the updates of every way, the first of each not counted."""
     clock, size = Clock(engine), sum(tensor.nbytes for tensor in weights.values())
     found: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in WAYS}
-    version = most = 0
+    version, most = 1, 0
     engine.update_weights(weights, version)
     for repeat in range(-1, repeats):
         for way in WAYS if repeat % 2 else reversed(WAYS):
@@ -156,7 +157,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = grown(args.size, folder)
-        weights = {name: tensor.clone() for name, tensor in read_weights(model).items()}
+        # In memory and in the server's type, as a worker has them.
+        weights = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in read_weights(model).items()}
         engine = SglangEngine(config, SpecConfig(), model, log_dir=folder / "logs")
         stack.callback(engine.close)
         report = measure(engine, weights, args.repeats, args.share)
