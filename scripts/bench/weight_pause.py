@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
-from weight_path import SIZES, grown  # noqa: E402
 
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.sglang import WeightTransfer  # noqa: E402
@@ -138,6 +137,9 @@ def measure(engine: SglangEngine, weights: dict[str, torch.Tensor], repeats: int
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
+    # It loads Megatron, which a test of this file does without.
+    from weight_path import SIZES, grown
+
     parser = bench_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="0.9B")
     parser.add_argument("--share", type=float, default=0.0173)
