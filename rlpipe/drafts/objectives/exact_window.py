@@ -138,7 +138,8 @@ def expected_speedup(
 ) -> Tensor:
     """Compute sum_j S_j of each window as its speed-up, [..., G]; its gradient by log q is that of Eq. (1).
 
-    Arguments as in `window_gradient`; the gradient flows into log_q only.
+    Arguments as in `window_gradient`; the gradient flows into log_q only. draft_cost: of a drafted token, in
+    verify steps.
     """
     weights, accepted = window_gradient(log_q, log_p, tokens, block=block)
     linear = (weights * log_q).sum((-1, -2)) / (1 + draft_cost * tokens.shape[-1])
@@ -156,7 +157,8 @@ def reward(
 ) -> Tensor:
     """Compute E_{coins} f(k) of each window, from the probabilities of its `Verdict`: [..., K] -> [...].
 
-    Their meaning differs by rule: S_j of a block, and S_j / S_{j-1} of a chain.
+    Their meaning differs by rule: S_j of a block, and S_j / S_{j-1} of a chain. draft_cost: of a drafted
+    token, in verify steps.
     """
     survival = accept_prob if block else accept_prob.cumprod(-1)
     return speedup(survival.sum(-1), accept_prob.shape[-1], draft_cost)

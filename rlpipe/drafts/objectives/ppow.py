@@ -68,7 +68,8 @@ def ppow_loss(
 
     draft_logprobs: [N, K, V] of the drafter after the drafts before, normalised; gradients flow into it
     only. target_logprobs: [N, K, V] at the same positions. tokens: [N, K] drafted. behaviour_logprobs:
-    [N, K], of the tokens when they were drafted. advantages: [N], one per window.
+    [N, K], of the tokens when they were drafted, nats. advantages: [N], one per window. clip: r stays in
+    [1 - clip, 1 + clip]. kl_coef: beta.
     Returns a scalar, 0 for no windows, and sums.
     """
     log_q, log_p = draft_logprobs.float(), target_logprobs.float().detach()
@@ -108,7 +109,8 @@ def missing_term(
 
     The mean of A holds the window's own reward, which shrinks the score term by 1 - 1/G, and this term with
     it. The sum is the gradient of E[R], except the division by a standard deviation that is sampled as well,
-    and for the anchor's weight that it makes. gap: [W, G] of `proximity_gap`. The others: [W, G, K(, V)].
+    and for the anchor's weight that it makes. rewards: [W, G]. gap: [W, G] of `proximity_gap`, nats. The
+    others: [W, G, K(, V)]. draft_cost: of a drafted token, in verify steps.
     """
     accept = (logprobs_of(target_logprobs, tokens) - logprobs_of(draft_logprobs, tokens)).clamp(max=0).exp()
     expected = expected_reward(
@@ -124,6 +126,7 @@ def reward(
     """Compute R of each window (§4.3), or its expectation over the coins with `ppow.expected_reward`.
 
     num_accepted: [...]. accept_prob: [..., K] of a chain's `Verdict`. gap: [...], see `proximity_gap`.
+    draft_cost: of a drafted token, in verify steps.
     """
     rules = {"draft_cost": draft_cost, "proximity": config.proximity, "tolerance": config.tolerance}
     if config.expected_reward:

@@ -31,14 +31,20 @@ def proximity_gap(reference_logprobs: Tensor, drafted_logprobs: Tensor) -> Tenso
 
 
 def proximity_reward(gap: Tensor, proximity: float, tolerance: float) -> Tensor:
-    """Compute R_dist = eta 1[Delta < epsilon]. [...] -> [...]."""
+    """Compute R_dist = eta 1[Delta < epsilon]. [...] -> [...].
+
+    gap: Delta, nats. proximity: eta. tolerance: epsilon, nats.
+    """
     return proximity * (gap < tolerance).float()
 
 
 def window_reward(
     num_accepted: Tensor, gap: Tensor, *, draft_cost: float, proximity: float, tolerance: float
 ) -> Tensor:
-    """Compute R = R_speedup + 1[k = 0] R_dist (Algorithm 1, line 20). [...] twice -> [...]."""
+    """Compute R = R_speedup + 1[k = 0] R_dist (Algorithm 1, line 20). [...] twice -> [...].
+
+    draft_cost: c of `speedup_reward`. gap, proximity, tolerance: as of `proximity_reward`.
+    """
     close = proximity_reward(gap, proximity, tolerance)
     return speedup_reward(num_accepted, draft_cost) + torch.where(num_accepted == 0, close, 0.0)
 
@@ -61,7 +67,7 @@ def expected_reward(
     """Compute E[R | drafts] over the coins of verification, instead of R of one sampled k (not in the paper).
 
     Equal to the mean of `window_reward` for these drafts, with less variance: only the drafts are random.
-    accept_prob: [..., K], gap: [...]. Returns [...].
+    accept_prob: [..., K], gap: [...]. Returns [...]. draft_cost, proximity, tolerance: as of `window_reward`.
     """
     probs = acceptance_distribution(accept_prob)
     k = torch.arange(probs.shape[-1], device=probs.device)

@@ -64,7 +64,7 @@ class WindowDrafter(Protocol):
 
     @property
     def draft_cost(self) -> float:
-        """Return what a draft costs against a verify step."""
+        """Return what a drafted token costs, in verify steps."""
         ...
 
     def criticality(self) -> torch.Tensor:

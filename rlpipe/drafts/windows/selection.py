@@ -85,5 +85,8 @@ def window_distribution(scores: Tensor, hard: float) -> Tensor:
 
 
 def sample_windows(scores: Tensor, count: int, hard: float, *, generator: torch.Generator) -> Tensor:
-    """Sample `count` starts of windows with replacement, by `window_distribution`: [n] -> [count] int64."""
+    """Sample `count` starts of windows with replacement, by `window_distribution`: [n] -> [count] int64.
+
+    hard: the share of windows sampled by score.
+    """
     return torch.multinomial(window_distribution(scores, hard), count, replacement=True, generator=generator)

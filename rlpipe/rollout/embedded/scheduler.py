@@ -124,7 +124,7 @@ class Scheduler:
             self._finish(job, None, FinishReason.ABORT)
 
     def stats(self, busy_seconds: float) -> EngineStats:
-        """Return the counters since the start."""
+        """Return the counters since the start. busy_seconds: in which a step was computed."""
         return replace(
             self._stats,
             policy_version=self.version,

@@ -188,7 +188,7 @@ def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
 
 
 def start_seconds(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> float:
-    """Return how long to wait for a server: start_timeout, and the graphs of each further adaptive gamma.
+    """Return the seconds to wait for a server: start_timeout, and the graphs of each further adaptive gamma.
 
     Each captures a verify and an extend step, and two kinds of drafting, at the sizes of `rare_sizes`.
     """
