@@ -423,8 +423,16 @@ def play(row: Row) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "as it should be": status == row.status and not lacks and seconds <= row.seconds,
         "lacks": lacks,
-        "said": said.strip()[-1500:],
+        "said": _portable(said, folder)[-600:],
     }
+
+
+def _portable(said: str, folder: Path) -> str:
+    """Return an output without the paths of this machine."""
+    places = {f"{folder}/": "", str(folder.parent): "TMP", str(ROOT): "CHECKOUT", sys.prefix: "PYTHON"}
+    for path, name in places.items():
+        said = said.replace(path, name)
+    return said.strip()
 
 
 def _run(command: list[str], row: Row, folder: Path, env: dict[str, str]) -> tuple[int, float, str]:
