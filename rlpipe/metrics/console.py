@@ -69,11 +69,16 @@ class _Column:
     cell: Callable[[dict[str, Any]], str]
 
 
+def _short(value: float, spec: str = ".3f") -> str:
+    """Format a number, with an exponent where it would fill the line."""
+    return format(value, spec if abs(value) < 1e9 else ".3g")
+
+
 def _number(name: str, spec: str) -> Callable[[dict[str, Any]], str]:
     def cell(record: dict[str, Any]) -> str:
         if name not in record:
             return ""
-        return "nan" if record[name] is None else format(record[name], spec)
+        return "nan" if record[name] is None else _short(record[name], spec)
 
     return cell
 
@@ -82,7 +87,7 @@ def _validation(record: dict[str, Any], under: str = "val") -> str:
     reward, error = record.get(f"{under}/reward"), record.get(f"{under}/reward_se")
     if reward is None:
         return ""
-    return f"{reward:.3f}" + ("" if error is None else f" ±{error:.3f}")
+    return _short(reward) + ("" if error is None else f" ±{_short(error)}")
 
 
 def _validated_sets(record: dict[str, Any]) -> list[str]:
@@ -345,12 +350,12 @@ class ConsoleSink:
         # Without a baseline, a run is compared with its first validation.
         if before is None and len(self._validations) > 1:
             before = self._validations[0]["val/reward"]
-        text = "   val reward " + ("" if before is None else f"{before:.3f} → ") + _validation(last)
+        text = "   val reward " + ("" if before is None else f"{_short(before)} → ") + _validation(last)
 
         first = self._validations[0] if len(self._validations) > 1 else {}
         for name in _validated_sets(last):
             reward = first.get(f"val/{name}/reward")
-            arrow = "" if reward is None else f"{reward:.3f} → "
+            arrow = "" if reward is None else f"{_short(reward)} → "
             text += f"   {name} {arrow}{_validation(last, f'val/{name}')}"
         return text
 

@@ -127,6 +127,8 @@ class WandbSink:
         # W&B raises errors of its own and of its HTTP library, some of them over many lines.
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
+            # Else its service prints a traceback when the run ends.
+            wandb.teardown()
             if not online or self.mode is WandbMode.ONLINE:
                 raise ValueError(f"W&B did not start ({type(error).__name__}: {first})") from None
             logger.warning(
@@ -136,7 +138,6 @@ class WandbSink:
                 first,
                 self.run_dir / "wandb" / "offline-run-*",
             )
-            wandb.teardown()
             self._init(online=False)
 
     def _init(self, *, online: bool) -> None:

@@ -221,7 +221,7 @@ ROWS = [
     ),
     Row(
         name="a W&B key that is not accepted",
-        given=["run", *SWE, "cluster=inline", "run.steps=1", "metrics.wandb=online"],
+        given=["run", *SWE, "cluster=inline", "run.steps=1", "metrics.wandb=auto"],
         variables={"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"},
         says=["offline", "finished after step 1/1"],
         status=0,
@@ -274,7 +274,7 @@ ROWS = [
     ),
     Row(
         name="most answers are cut off",
-        given=["run", *INLINE, "run.steps=4", "rollout.max_new_tokens=2", "metrics.report=true"],
+        given=["run", *INLINE, "run.steps=4", "rollout.max_new_tokens=4", "metrics.report=true"],
         files=own(),
         says=["rollout.max_new_tokens", "cut off"],
         status=0,

@@ -50,6 +50,16 @@ def test_off_a_terminal_there_is_one_ascii_line_per_step_without_control_codes()
     assert lines[5] == "Run the same command to continue."
 
 
+def test_a_number_of_thirty_digits_has_an_exponent() -> None:
+    console = plain()
+    sink = sink_on(console)
+    sink.open()
+    sink.record(record(0, **{"val/reward": -1e30, "val/reward_se": 1e29}))
+    sink.record(record(1, **{"critic/rewards/mean": -1e30}))
+    sink.close()
+    assert "val -1e+30 +-1e+29" in shown(console) and "reward -1e+30" in shown(console)
+
+
 SETS = {"val/start/reward": 0.1, "val/start/reward_se": 0.02, "val/short/reward": 0.2}
 
 
