@@ -413,6 +413,7 @@ class ConsoleSink:
 
     def _panel(self) -> RenderableType:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -444,6 +445,6 @@ class ConsoleSink:
 
         parts: list[RenderableType] = [Text(""), trends, progress, progress_line]
         if outcome := self._outcome():
-            parts.append(Text(" " + outcome, style="bold cyan"))
+            parts.append(Padding(Text(outcome.strip(), style="bold cyan"), (0, 0, 0, 2)))
 
         return Group(*parts)
