@@ -1,4 +1,4 @@
-"""An engine to generate with from Python: speculative decoding, and what is known of each token."""
+"""An engine that generates from Python with speculative decoding, and reports details of each token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Generation:
     finish_reason: str
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per token, as `pandas.DataFrame` takes them."""
+        """Return one row per token, which `pandas.DataFrame` accepts unchanged."""
         columns = (self.ids, self.texts, self.logprobs, self.entropies, self.depths)
         names = ("id", "text", "logprob", "entropy", "depth")
         return [
@@ -98,12 +98,12 @@ class Engine:
         temperature: float = 1.0,
         seed: int = 0,
     ) -> list[Generation]:
-        """Generate one turn for each prompt, all of them together.
+        """Generate one turn for each prompt; all prompts share a batch.
 
         Args:
-            prompts: one or several; a text becomes a user message in the model's chat template, token ids
-                are taken as they are.
-            max_new_tokens: upper bound; a stop token ends a turn before.
+            prompts: one or several; a text becomes a user message in the model's chat template, a list of
+                token ids is used unchanged.
+            max_new_tokens: upper bound; a stop token ends a turn earlier.
             temperature: 0 is greedy.
             seed: equal seeds give equal tokens; prompt n samples with seed + n.
 

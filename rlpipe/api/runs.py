@@ -1,7 +1,7 @@
-"""Runs from Python: compose a configuration, change it, run it in this process, read what it left.
+"""Runs from Python: compose a configuration, change it, run it in this process, and read its results.
 
-Owns what `rlpipe.compose`, `rlpipe.run` and `rlpipe.load_run` promise; the checks and the life of a run are
-those of the command line.
+Owns the behaviour of `rlpipe.compose`, `rlpipe.run` and `rlpipe.load_run`; a run is checked, started and
+ended as on the command line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlpipe.metrics.runs import load_run as read_run
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What a run has left in its directory; `pandas.DataFrame` takes each list of rows as it is.
+    """The results of a run in its directory; `pandas.DataFrame` accepts each list of rows unchanged.
 
     path: the run directory. outcome: done, stopped, interrupted, failed, or "no end".
     metrics: a row per step, by metric name (docs/metrics.md). events: a row per event.
@@ -42,7 +42,7 @@ class Result:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a command line, to be changed and passed to `run`.
+    """Return the configuration of a command line; change it as needed and pass it to `run`.
 
     Args:
         overrides: as after `rlpipe run`, for example ["+recipe=swe_rl", "run.steps=2"].
@@ -57,17 +57,17 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def run(config: Config) -> Result:
-    """Run a configuration to its end in this process and return what it left.
+    """Run a configuration to its end in this process and return its results.
 
     A run directory (`config.run.dir`) that holds a checkpoint is continued. Interrupting once finishes the
     step, saves a checkpoint and returns; interrupting twice ends the process.
 
     Args:
-        config: from `compose`, changed at will; `config.yaml` records it as it is passed.
+        config: from `compose`, with any changes; `config.yaml` records it as it is passed here.
 
     Raises:
-        ValueError: an invalid setting, with what is wrong, its value and what to do.
-        RunStopped: a rule ended the run; any other exception is what the run failed with.
+        ValueError: an invalid setting; the message has the problem, the value and a remedy.
+        RunStopped: a rule ended the run. Any other exception is the failure of the run.
     """
     try:
         composition = OmegaConf.structured(config)

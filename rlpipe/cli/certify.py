@@ -25,7 +25,7 @@ PROMPTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Certify a server; return 0 where no fault was found, 1 where one was, 2 where it cannot be judged."""
+    """Certify a server; return 0 if no fault was found, 1 if one was found, 2 if it cannot be judged."""
     options = _parser().parse_args(arguments)
 
     from rlpipe.weights.protocols import ServerError, ServerUnreachable

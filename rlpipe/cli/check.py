@@ -26,7 +26,7 @@ of your own (env.suite) is stepped through several episodes of every split with 
 
 
 def check_all(config: Config, resolved: str) -> int:
-    """Check the task and its run directory, after settings and machine were checked; return 0."""
+    """Check the task and its run directory, once settings and machine have been checked; return 0."""
     from rlpipe.launch import check_run_directory, check_task
 
     check_task(config, lambda suite, prompts: _rehearse(suite, config.env.suite, prompts))

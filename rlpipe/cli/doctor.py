@@ -71,7 +71,7 @@ class Finding:
 
 
 def ok_if(good: bool, name: str, found: str, remedy: str, *, otherwise: Level = Level.MISSING) -> Finding:
-    """Return a finding that has a hint only when it is bad."""
+    """Return a finding; its hint is kept only if the check failed."""
     level = Level.OK if good else otherwise
     return Finding(level=level, name=name, found=found, remedy="" if good else remedy)
 
@@ -105,7 +105,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_package(name: str, pin: str) -> Finding:
-    """Check one distribution by importing it, the only proof for compiled code. pin "": any version."""
+    """Check one distribution by importing it, the only proof that compiled code works. pin "": any."""
     remedy = shlex.join([*PIP, "--force-reinstall", "--no-deps", f"{name}=={pin}" if pin else name])
     present = installed(name)
     if not present:
@@ -131,7 +131,7 @@ def check_package(name: str, pin: str) -> Finding:
 
 
 def check_others(pins: dict[str, str]) -> Finding:
-    """Compare all pinned packages, in one line; those that only the tests need may be absent."""
+    """Compare all pinned versions, in one line; packages that only the tests need may be absent."""
     different = [
         f"{n} {installed(n)}, tested with {pin}" for n, pin in pins.items() if installed(n) not in ("", pin)
     ]
@@ -140,7 +140,7 @@ def check_others(pins: dict[str, str]) -> Finding:
 
 
 def check_fit() -> Finding:
-    """Check by pip the versions around an installed wheel, in one line."""
+    """Check with pip the versions of an installed wheel's dependencies, in one line."""
     done = subprocess.run([*PIP[:3], "check"], capture_output=True, text=True)
     said = (done.stdout + done.stderr).strip().splitlines()
     summary = "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
@@ -148,7 +148,7 @@ def check_fit() -> Finding:
 
 
 def pins_file() -> str:
-    """Return the name of the file of tested versions for this machine, as scripts/lib/setup.sh chooses it."""
+    """Return the file of tested versions for this machine, the one that scripts/lib/setup.sh uses."""
     pins = os.environ.get("RLPIPE_PINS") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     return "constraints_gpu.txt" if pins == "gpu" else "constraints.txt"
 
@@ -162,7 +162,7 @@ def installed(name: str) -> str:
 
 
 def install_all() -> str:
-    """Return the command or advice that installs every dependency."""
+    """Return the command that installs every dependency, or advice on how to."""
     if not CHECKOUT:
         return "install the wheel again, with its dependencies, in a virtual environment of its own"
     if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").exists():
@@ -319,7 +319,7 @@ def check_nccl() -> Iterator[Finding]:
 
 
 def check_wandb() -> Iterator[Finding]:
-    """Report whether W&B records would go online."""
+    """Report whether W&B records would be uploaded."""
     if not installed("rlpipe"):
         return
     from rlpipe.metrics.sinks import logged_in

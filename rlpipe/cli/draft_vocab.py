@@ -1,8 +1,8 @@
 """`rlpipe draft-vocab MODEL DATA ... --size N`: chooses the tokens that an MTP layer drafts among.
 
 Counts tokens in rollouts or text, takes the most frequent ones and all special tokens, and writes the table
-of `spec.draft_vocab`. Coverage is measured on text that did not choose: a table of every second document,
-applied to the others.
+of `spec.draft_vocab`. Coverage is measured on text that was not counted: a table chosen from every second
+document is applied to the other documents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlpipe.models.checkpoint import DRAFT_VOCAB, read_config, read_json
 
 
 def sampled_tokens(record: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that a model sampled, of a line of rollouts; [] for a line without tokens.
+    """Return the tokens that a model sampled in a line of rollouts; [] for a line without tokens.
 
     >>> sampled_tokens({"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
     [6, 7]
@@ -40,7 +40,8 @@ def sampled_tokens(record: Mapping[str, Any]) -> list[int]:
 def documents(path: Path, model: Path) -> Iterator[list[int]]:
     """Yield the tokens of each document in a run directory, a file of rollouts (.jsonl), or a text.
 
-    A document of a text is a line. model: directory of the tokenizer. Raises ValueError for another path.
+    In a text each line is a document. model: directory of the tokenizer. Raises ValueError for any other
+    path.
     """
     if path.is_dir() or path.suffix == ".jsonl":
         records = read_rollouts(path) if path.is_dir() else iter(read_jsonl(path)[0])

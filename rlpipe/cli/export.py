@@ -1,7 +1,8 @@
 """`rlpipe export RUN OUT [--step N]`: copies a checkpoint of a run to a Hugging Face directory.
 
-A run writes its checkpoints with a Hugging Face copy of the weights (`checkpoints/step_N/hf`), LoRA adapters
-merged; this verifies the checkpoint and copies that folder. OUT appears complete or not at all.
+The checkpoints of a run contain a Hugging Face copy of the weights (`checkpoints/step_N/hf`), with LoRA
+adapters merged. This command verifies the checkpoint and copies that folder. OUT is either complete or
+absent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`rlpipe fetch NAME [--out DIR] [--force]`: obtains a released model for `model.path=NAME`.
 
 `rlpipe fetch ORG/NAME[@REVISION]` downloads a model of the Hugging Face hub into its cache, where
-`model.path=ORG/NAME` finds it without a network; `--out DIR` copies it.
-`rlpipe fetch FILE.gguf --out DIR` converts a GGUF file: weights in bfloat16, tokenizer, chat template.
+`model.path=ORG/NAME` then finds it without a network; `--out DIR` copies it to a folder. `rlpipe fetch
+FILE.gguf --out DIR` converts a GGUF file: weights in bfloat16, tokenizer, chat template.
 """
 
 from __future__ import annotations

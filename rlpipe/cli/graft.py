@@ -1,4 +1,4 @@
-"""`rlpipe graft MODEL OUT`: writes a copy of a dense model that has an MTP layer to draft with."""
+"""`rlpipe graft MODEL OUT`: writes a copy of a dense model with an additional MTP layer for drafting."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
 
 
 def explaining(play: Callable[[], int]) -> int:
-    """Run a Hydra command line; return its exit status, 2 with one message where it is refused."""
+    """Run a Hydra command line; return its exit status, which is 2, with one message, if it is refused."""
     # Makes Hydra raise its errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = settings_first(sys.argv[1:])
@@ -33,7 +33,7 @@ def explaining(play: Callable[[], int]) -> int:
 
 
 def settings_first(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with settings before options: argparse needs the settings in one block."""
+    """Return the command line with its settings in one block before options, as argparse needs it."""
     options = get_args_parser()._option_string_actions
     first, rest, value = [], [], False
     for word in arguments:
@@ -135,7 +135,7 @@ def _check_word(word: str, groups: set[str]) -> None:
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
-    """Return one message for an error of Hydra, OmegaConf or YAML; that of a ValueError is used unchanged."""
+    """Return one message for an error of Hydra, OmegaConf or YAML; a ValueError keeps its own."""
     text = str(error.__cause__ or error)
     first = next(line for line in [*text.splitlines(), ""] if not line.startswith("In '")).strip()
 

@@ -16,7 +16,7 @@ from rlpipe.config.openmp import wait_passively
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Command:
-    """A subcommand. arguments: as in its usage line. main: called with the arguments after its name."""
+    """A subcommand. arguments: text of its usage line. main: called with what follows its name."""
 
     name: str
     arguments: str

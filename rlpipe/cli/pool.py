@@ -1,12 +1,12 @@
-"""Add rollout workers to a running job, or take some out.
+"""Add rollout workers to a running job, or remove some.
 
     rlpipe pool list RUN_DIR
     rlpipe pool add RUN_DIR [--count 1]
     rlpipe pool drain RUN_DIR WORKER [--grace 60]
 
-A worker that joins receives the newest weights before it generates. One that is drained begins no further
+A worker that joins receives the newest weights before it generates. A worker that is drained starts no new
 group, and after `--grace` seconds the other workers generate the remaining turns of its groups. The exit
-status is 2, with a message, when the run does not answer or refuses.
+status is 2, with a message, if the run does not answer or refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rlpipe run +recipe=NAME [KEY=VALUE ...]`: compose -> typed config -> launch, or a sweep of that.
+"""`rlpipe run +recipe=NAME [KEY=VALUE ...]`: compose -> typed config -> launch, or a sweep of such runs.
 
 Owns the command line; imports no torch, so that `--help` and `--cfg job` are fast.
 """
@@ -35,7 +35,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 
 def recipes() -> list[str]:
-    """Return the names that `+recipe=` accepts from the shipped configs."""
+    """Return the names of the shipped recipes, which `+recipe=` accepts."""
     return sorted(path.stem for path in (shipped("configs") / "recipe").glob("*.yaml"))
 
 
@@ -52,9 +52,9 @@ def usage(command: str) -> str:
 def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the settings of a command line, composed and typed but not checked, and their YAML.
 
-    overrides: as after `rlpipe run`; --config-dir is the only option of Hydra that counts.
+    overrides: as after `rlpipe run`; --config-dir is the only option of Hydra that is used.
 
-    Raises ValueError with the setting, its value and a hint where they cannot be composed.
+    Raises ValueError with the setting, its value and a hint if they cannot be composed.
     """
     try:
         arguments = settings_first(overrides)
@@ -73,7 +73,7 @@ def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def check_before(config: Config) -> None:
-    """Check everything before the task itself: settings, sizes, memory, files, machine, user code.
+    """Check everything except the task itself: settings, sizes, memory, files, machine, user code.
 
     Models of the Hugging Face hub are downloaded; the settings then name their directories.
     Raises ValueError with the setting, its value and a hint.
@@ -99,7 +99,8 @@ Work = Callable[[Config, str], int]  # what to do with a checked configuration a
 def run_composed(resolved: str, work: Work | None = None, composition: DictConfig | None = None) -> int:
     """Check a composed configuration, then launch it or call `work`; return the exit status.
 
-    resolved: its YAML. composition: the same, typed by Hydra, where available, since typing takes time.
+    resolved: its YAML. composition: the same configuration as Hydra typed it, if available, because typing
+    takes time.
     """
     config: Config | None = None
     try:
@@ -177,6 +178,6 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; return the exit status of a sweep, and exit with that of a run."""
+    """Run a command line; return the exit status of a sweep, or exit with that of a single run."""
     wait_passively()
     return compose(sys.argv[1:] if arguments is None else arguments)

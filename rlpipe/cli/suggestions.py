@@ -1,4 +1,4 @@
-"""Settings by name, and the one most similar to a name that does not exist. Imports no torch."""
+"""Settings by name, and the setting that is most similar to an unknown name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def unknown_setting(key: str, value: str) -> ValueError | None:
 
 
 def kind_of(key: str) -> str:
-    """Return which values a setting accepts, by its default."""
+    """Return which kind of values a setting accepts, judged by its default."""
     default = dict(settings()).get(key)
     if is_dataclass(default):
         return f"set its parts, as in {key}.{fields(default)[0].name}=VALUE"

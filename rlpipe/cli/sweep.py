@@ -25,7 +25,7 @@ COMPARISON = "compare.html"
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A job that ended. directory: of its run. settings: its "key=value" arguments. status: of exit."""
+    """A job that has ended. directory: of its run. settings: "key=value" each. status: exit status."""
 
     directory: Path
     settings: list[str]

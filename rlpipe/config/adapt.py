@@ -45,13 +45,13 @@ class AdaptConfig:
     """Trajectories of an optimizer step."""
 
     warmup: float = 0.03
-    """Share of the steps in which the learning rate rises linearly; it is constant afterwards (Bebop §6.1:
+    """Share of the steps in which the learning rate rises linearly; afterwards it is constant (Bebop §6.1:
     0.03)."""
 
     context_weight: float = 0.0
     """Weight, 0..1, of tokens that the model did not write (prompt, tool output); those it wrote have weight
-    1. Engines draft only what the model writes, and 0 trains for that. Text of others biases hard labels, and
-    objectives that are exact only for the model's own tokens refuse it."""
+    1. Engines draft only what the model writes, and 0 trains for exactly that. Other text biases hard labels,
+    and objectives that are exact only for the model's own tokens refuse it."""
 
     in_domain: list[str] = field(default_factory=list)
     """In-domain held-out sets: an environment (`swe`: all its held-out sets), one set of it
@@ -71,16 +71,17 @@ class AdaptConfig:
     """Evaluate before the first step."""
 
     eval_prompts: int = 80
-    """Prompts of each held-out set, after the first `eval_offset`; 0: all. The model's answers to them are
-    sampled once, without drafts; every evaluation computes what the draft is expected to accept of them."""
+    """Number of prompts of each held-out set, after the first `eval_offset`; 0: all. The model's answers to
+    them are sampled once, without drafts; every evaluation computes how many of their tokens would be
+    accepted as drafts."""
 
     eval_generated: int = 24
-    """The first so many of these prompts are generated with the draft after the last step, under each of
-    `eval_modes`; 0: all. In every evaluation where expectations cannot be computed: for a draft with a
-    directory of its own, or with draft.depths below spec.gamma."""
+    """Number of these prompts, the first ones, that are generated with the draft after the last step, under
+    each of `eval_modes`; 0: all. They are generated in every evaluation if expectations cannot be computed:
+    for a draft with a separate directory, or with draft.depths below spec.gamma."""
 
     eval_offset: int = 0
-    """Prompts of each held-out set that are left out at its start."""
+    """Number of prompts to skip at the start of each held-out set."""
 
     eval_samples: int = 2
     """Samples of each prompt."""
@@ -107,7 +108,7 @@ class AdaptConfig:
         return [(entry, True) for entry in inside] + [(entry, False) for entry in self.out_of_domain]
 
     def environments(self, env: EnvConfig) -> list[EnvName]:
-        """Return the environments that are generated in: that of the rollouts first.
+        """Return the environments to generate in, the one of the rollouts first.
 
         Raises ValueError for an entry that is neither an environment, a set of one, nor a JSONL file.
 

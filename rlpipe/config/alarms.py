@@ -1,4 +1,4 @@
-"""Rules of the alarms: `rlpipe.diagnosis.alarms` applies them, docs/alarms.md explains each. No torch."""
+"""The rules of alarms; docs/alarms.md explains each, `rlpipe.diagnosis.alarms` applies them. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AlarmRule:
     """Number of values that a median is computed from."""
 
     patience: int = 1
-    """Observations in a row that must fail before the alarm rings."""
+    """Number of successive observations that must fail before the alarm is raised."""
 
     against: str = ""
     """The other metric of test=diverge."""
@@ -127,8 +127,8 @@ class AlarmsConfig:
     """False silences all alarms."""
 
     stall_minutes: float = 30.0
-    """Minutes without a finished step after which the alarm `stall` rings; 0: never. The first step has three
-    times as long."""
+    """Minutes without a finished step after which the alarm `stall` is raised; 0: never. The first step may
+    take three times as long."""
 
     rules: dict[str, AlarmRule] = field(default_factory=default_rules)
     """Rules by name: `metrics.alarms.rules.policy_kl.threshold=0.5`."""

@@ -14,10 +14,10 @@ from rlpipe.config.user_code import absolute
 
 
 class LossAgg(Choice):
-    """How token losses become one number; all are normalised over the global batch.
+    """How token losses are aggregated into one number; all are normalised over the global batch.
 
-    GRPO as Bebop Eq. 3 has it is SEQ_MEAN_TOKEN_MEAN, 1/G sum_i 1/|y_i| sum_t. The default differs, because
-    there a token of a long answer weighs less than one of a short answer (DAPO, arXiv 2503.14476).
+    GRPO of Bebop Eq. 3 is SEQ_MEAN_TOKEN_MEAN, 1/G sum_i 1/|y_i| sum_t. The default differs, because in that
+    formula a token of a long answer weighs less than one of a short answer (DAPO, arXiv 2503.14476).
     """
 
     TOKEN_MEAN = "token-mean"
@@ -28,7 +28,7 @@ class LossAgg(Choice):
 
 
 class Credit(Choice):
-    """What the tokens of a turn are credited with; see `rlpipe.algo.advantage`."""
+    """The reward that the tokens of a turn are credited with; see `rlpipe.algo.advantage`."""
 
     EPISODE = "episode"  # the reward of the whole trajectory
     TURN = "turn"  # the rewards of this turn and the later ones
@@ -58,12 +58,12 @@ class Correction(Choice):
 
     @property
     def is_obrs(self) -> bool:
-        """Whether it is OBRS or a part of it."""
+        """Whether this is OBRS, or a part of OBRS."""
         return self in (Correction.OBRS, Correction.OBRS_MASK, Correction.OBRS_WEIGHT)
 
 
 class Proximal(Choice):
-    """The policy in the denominator of PPO's ratio; the weights of the correction lead from rollout to it."""
+    """The policy in the denominator of PPO's ratio, which the weights of the correction lead to."""
 
     START = "start"  # the trainer at the start of the batch: decoupled PPO where a correction weighs tokens
     CURRENT = "current"  # the current trainer, detached: the clip never acts (Jackpot App. 10.1)
@@ -71,7 +71,7 @@ class Proximal(Choice):
 
 
 class MaskRule(Choice):
-    """Which tokens are masked, by verl's estimators of the divergence of rollout and trainer.
+    """Which tokens are masked, judged by verl's estimators of the divergence between rollout and trainer.
 
     Per token, or per trajectory by sum, mean or maximum over its tokens. With x = log r: k1 is -x and has
     two bounds, k2 = x^2 / 2 and k3 = e^x - 1 - x have one.
@@ -107,7 +107,7 @@ class ObrsNormalizer(Choice):
 
 
 class ObrsCalibration(Choice):
-    """The reference of kappa, the batch factor of the normalisers; the exact normaliser needs none."""
+    """The reference for kappa, the batch factor of the normalisers; the exact normaliser needs none."""
 
     NONE = "none"
     ACCEPTED = "accepted"  # share of tokens accepted (the paper's)
@@ -119,8 +119,9 @@ class ObrsConfig:
     """Optimal budgeted rejection sampling, for correction=obrs."""
 
     lam: float = 1.0
-    """Lambda of the acceptance min(1, p / (lam q)). 1 accepts all tokens while policies agree; above it even
-    equal policies lose tokens, and the accepted ones come closer to the target."""
+    """Lambda of the acceptance min(1, p / (lam q)). With 1 all tokens are accepted if the policies are equal.
+    With more, even equal policies lose tokens, and the distribution of accepted tokens comes closer to the
+    target."""
 
     c1: float = 3.0
     """Bound of the weight Z max(lam, p / q)."""
@@ -130,7 +131,7 @@ class ObrsConfig:
     several optimizer steps."""
 
     top_k: int = 20
-    """Candidates that the engine returns with each token."""
+    """Number of candidate tokens that the engine returns with each sampled token."""
 
     target: ObrsTarget = ObrsTarget.CURRENT
     """See `ObrsTarget`."""
@@ -156,7 +157,7 @@ class AlgoConfig:
     """A verl advantage estimator, or a function of the user: path/to/file.py:NAME or module:NAME."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation (off: Dr. GRPO); only the grpo family reads it."""
+    """Divide by the group's standard deviation (false: Dr. GRPO); only the grpo family uses this setting."""
 
     credit: Credit = Credit.EPISODE
     """See `Credit`; `turn` is for environments that reward steps."""
@@ -310,8 +311,8 @@ class AlgoConfig:
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether the trainer scores a batch before its first optimizer step (a forward pass).
+        """Whether the trainer scores a batch before its first optimizer step, which takes a forward pass.
 
-        With one step the current logprobs are those of the start.
+        With a single step, the logprobs of that step serve for this.
         """
         return self.proximal is Proximal.START and self.optimizer_steps > 1

@@ -1,7 +1,7 @@
 """Batch sizes for which an SGLang server captures CUDA graphs.
 
-The rule is SGLang 0.5.23's (arg_groups/cuda_graph_hook.py); on cards below 90 GB it stops at 256 with fewer
-than four ranks, and above the largest size steps run without graphs.
+The rule is SGLang 0.5.23's (arg_groups/cuda_graph_hook.py); on GPUs below 90 GB it stops at 256 with fewer
+than four ranks. Larger batches run without graphs.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class DataConfig:
 
     held_out: Any = None
     """Rows to validate on, which are never trained on: a file, folder or id as `train`; `split:NAME`, another
-    split of the same data set; or a share of the rows of `train`, such as 0.1. Not given: a tenth of them, at
+    split of the same data set; or a share of the rows of `train`, such as 0.1. By default a tenth of them, at
     most 1000."""
 
     format: DataFormat = DataFormat.AUTO
@@ -49,35 +49,36 @@ class DataConfig:
     """Subset (configuration) of a Hugging Face data set."""
 
     prompt: str = ""
-    """Column of the prompt: a text, or a list of chat messages. Empty: the first there is of prompt,
-    question, problem, instruction, query, input, messages."""
+    """Column of the prompt: a text, or a list of chat messages. Empty: the first column that exists of
+    prompt, question, problem, instruction, query, input, messages."""
 
     answer: str = ""
-    """Column of the right answer. Empty: the first there is of answer, ground_truth, solution, target, label,
-    expected; or verl's reward_model.ground_truth."""
+    """Column of the right answer. Empty: the first column that exists of answer, ground_truth, solution,
+    target, label, expected; or verl's reward_model.ground_truth."""
 
     template: str = ""
-    """Makes the prompt from columns: a text such as 'Question: {question}', a file of such a text (.txt,
-    .md), or a function of the row, as file.py:NAME, that returns text or messages."""
+    """How the prompt is made from columns: a text such as 'Question: {question}', a file with such a text
+    (.txt, .md), or a function of the row, file.py:NAME, that returns text or messages."""
 
     system: str = ""
     """System message in front of every prompt."""
 
     filter: str = ""
-    """Function of a row that returns whether it is used, as file.py:NAME."""
+    """A function of a row that returns whether the row is used, as file.py:NAME."""
 
     limit: int = 0
     """Number of rows of `train` to use, held-out ones included; 0: all."""
 
     shuffle: bool = True
-    """Shuffle the rows before `limit` and the held-out share are taken. (Training always takes the prompts of
-    an epoch in an order of run.seed.)"""
+    """Shuffle the rows before `limit` and the held-out share are applied. (In each epoch of training,
+    run.seed determines the order of prompts in any case.)"""
 
     seed: int = 0
-    """Seed of that shuffling. Not run.seed, so that runs of several seeds have one held-out set."""
+    """Seed of this shuffling. It is separate from run.seed, so that runs with several seeds have the same
+    held-out set."""
 
     max_prompt_tokens: int = 0
-    """Rows with longer prompts are dropped and counted. 0: those that leave no capacity in
+    """Rows with longer prompts are dropped and counted. 0: drop those that leave no room in
     rollout.max_context for rollout.max_new_tokens."""
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class DataConfig:
 
     @property
     def share(self) -> float | None:
-        """Share of the rows that is held out; None when they are a data set of their own, or by default."""
+        """Share of the rows that is held out; None by default, or if held-out rows are a separate set."""
         return self.held_out if isinstance(self.held_out, float) else None
 
     @property
@@ -137,7 +138,7 @@ def _held_out(value: Any) -> float | str | None:
 
 @dataclass(slots=True, kw_only=True)
 class Weighted:
-    """A reward function by its name, with its weight in the sum and the options it is called with."""
+    """The name of a reward function, its weight in the sum, and the options that it is called with."""
 
     name: str
     weight: float = 1.0

@@ -17,7 +17,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 class DistillKl(Choice):
-    """Which divergence of policy p and actor q the actor descends."""
+    """The divergence between policy p and actor q that the actor minimises."""
 
     FORWARD = "forward"  # KL(p || q): Jackpot Eq. 7, where q has to cover p
     REVERSE = "reverse"  # KL(q || p): q avoids what p does not generate
@@ -34,7 +34,7 @@ class DecoupledConfig:
     """Checkpoint directory of the actor, with the policy's tokenizer; empty: the policy itself generates."""
 
     ppo_coef: float = 1.0
-    """Weight of PPO on the actor's own tokens; 0: the actor is distilled only."""
+    """Weight of PPO on the actor's own tokens; 0: the actor learns only by distillation."""
 
     distill_coef: float = 1.0
     """The paper's lambda_distill; 0: no distillation."""
@@ -94,7 +94,7 @@ class DecoupledConfig:
         )
 
     def algo(self, policy: AlgoConfig) -> AlgoConfig:
-        """Return the actor's PPO: the policy's, with the actor's correction, without mask and penalties."""
+        """Return the actor's PPO settings: the policy's with another correction, no mask or penalties."""
         return replace(
             policy,
             correction=self.correction,
@@ -113,7 +113,7 @@ class DecoupledConfig:
 def check_actor(
     actor_path: Path, actor: Mapping[str, Any], policy_path: Path, policy: Mapping[str, Any], config: Any
 ) -> None:
-    """Refuse an actor with other tokens than the policy, or that the trainer cannot split.
+    """Refuse an actor whose tokens differ from the policy's, or that the trainer cannot split.
 
     actor, policy: `config.json` of both. config: the run's settings. Raises ValueError with a hint.
     """

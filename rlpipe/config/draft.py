@@ -26,20 +26,20 @@ class DraftConfig:
 
     # A DraftTrain, but read as text, so that `read_train` can suggest a value in its error.
     train: str = DraftTrain.OFF.value
-    """Whether the draft learns in RL (off, online); mtp_adapt trains it in any case."""
+    """Whether the draft learns during RL (off, online); mtp_adapt trains it in any case."""
 
     objective: DraftObjective = DraftObjective.E2E_TV
-    """Objective of the draft, in RL and before it."""
+    """Objective of the draft, before and during RL."""
 
     anchors: AnchorWeighting = AnchorWeighting.UNIFORM
     """See `AnchorWeighting`; not used on windows."""
 
     depths: int = 3
-    """Number of draft tokens trained for; best equal to spec.gamma. Of several MTP layers each trains for its
-    own depth, the last one for those beyond it too."""
+    """Number of draft tokens to train for; spec.gamma is best. If there are several MTP layers, each is
+    trained for its own depth, and the last one also for deeper ones."""
 
     interval: int = 1
-    """Co-train in every n-th optimizer step only; 1 in mtp_adapt."""
+    """During RL, train the draft only in every n-th optimizer step; 1 in mtp_adapt."""
 
     lr: float = 1e-4
     """Learning rate of the draft, over its own updates."""
@@ -97,7 +97,7 @@ class DraftConfig:
 
 
 def read_train(value: str) -> DraftTrain:
-    """Read the setting draft.train. YAML turns a bare `off` into false, so "False" is off too.
+    """Read the setting draft.train. YAML turns a bare `off` into false, so "False" means off too.
 
     Raises ValueError for other values than off and online, with the replacement of earlier names.
 

@@ -1,7 +1,7 @@
 """The tokens that an MTP layer drafts among (`spec.draft_vocab`): the table's file, and its choice from data.
 
-A draft among D frequent tokens multiplies D rows of the target's head instead of all V. Other tokens have
-q = 0: they are never drafted, verification stays lossless, and they come from its residual. Imports no torch.
+A draft over D frequent tokens uses D rows of the target's head instead of all V. All other tokens have q = 0:
+they are never drafted and come from the residual of verification, which stays lossless. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_draft_vocab(spec: SpecConfig, model_path: str | Path, vocab: int) -> li
 
 
 def table_path(spec: SpecConfig, model_path: str | Path) -> Path:
-    """Return the path of the table's file. model_path: checkpoint with the MTP layer, or a fetched name."""
+    """Return the path of the table's file. model_path: checkpoint or name of the drafting model."""
     if spec.draft_vocab == CHECKPOINT:
         return resolve_model(str(model_path)) / DRAFT_VOCAB
     return resolve(spec.draft_vocab)
@@ -50,7 +50,7 @@ def read_table(file: Path, vocab: int, setting: str) -> list[int]:
 
     Args:
         vocab: number of tokens of the model.
-        setting: what names the file, for messages.
+        setting: name of the setting with this path, for messages.
 
     Raises:
         ValueError: there is no such file, or its tokens are not ascending ids of the vocabulary.
@@ -80,11 +80,11 @@ def write_table(file: Path, tokens: Iterable[int]) -> None:
 
 
 def choose_draft_vocab(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> list[int]:
-    """Choose the `size` most frequent tokens, ascending; of equally frequent ones the first.
+    """Choose the `size` most frequent tokens, ascending; of equally frequent ones, the first.
 
     Args:
         counts: [V], how often each token occurs.
-        always: tokens that are chosen however rare they are (special tokens), at most `size`.
+        always: tokens that are chosen even if they are rare (special tokens), at most `size`.
 
     Raises:
         ValueError: a size below 1 or above V, too small for `always`, or a token outside the vocabulary.

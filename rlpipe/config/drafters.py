@@ -27,8 +27,8 @@ class ServedDraft:
     """Prefix of the names of its weights when they travel with the target's."""
 
     tables: Callable[[Family, HfConfig], Iterable[tuple[str, str, Iterable[Part]]]]
-    """(family and config.json of the target) -> rows of three: prefix of a module on the draft's server, its
-    prefix in the draft's checkpoint, the module's weights."""
+    """(family and config.json of the target) -> rows of three entries: prefix of a module on the draft's
+    server, its prefix in the draft's checkpoint, and the module's weights."""
 
     shared: tuple[Part, ...] = ()
     """Tensors of the target that the draft holds too."""
@@ -45,7 +45,7 @@ class DrafterKind:
     """Name in reports and on the console."""
 
     has_model: bool = True
-    """Whether a model drafts; otherwise drafts are looked up in the text."""
+    """Whether a model makes the drafts; otherwise they are looked up in the text."""
 
     has_directory: bool = False
     """Whether that model has its own directory (`spec.draft_path`) and trainer; otherwise it is the
@@ -55,7 +55,7 @@ class DrafterKind:
     """Whether it drafts with the target's head, of which `spec.draft_vocab` can choose rows."""
 
     sglang: str = ""
-    """Value of SGLang's `--speculative-algorithm`; empty where SGLang cannot draft this way."""
+    """Value of SGLang's `--speculative-algorithm`; empty if SGLang cannot draft in this way."""
 
     served: ServedDraft | None = None
     """Where an SGLang server keeps its weights."""

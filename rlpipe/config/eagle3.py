@@ -1,7 +1,7 @@
 """EAGLE-3 draft models: settings, shapes, and the `config.json` that SGLang and vLLM read.
 
-Owns what follows from settings and `config.json`, and refuses a draft that does not fit its target. The
-weights are in `rlpipe.drafts.eagle3_model`. Imports no torch.
+Derives shapes from settings and `config.json`, and refuses a draft that does not fit its target. The weights
+are in `rlpipe.drafts.eagle3_model`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Eagle3Config:
 
     layers: list[int] = field(default_factory=list)
     """Layers of the target, counted from 0, whose outputs are fused; empty: a low, a middle and a high one
-    (see `default_layers`). One entry is no fusion; the number of layers minus 1 is the top layer only."""
+    (see `default_layers`). One entry means no fusion; the number of layers minus 1 means only the top
+    layer."""
 
     draft_vocab: int = 0
-    """Number of tokens that the draft knows, the most frequent of its training data; 0: all."""
+    """Number of tokens that the draft can propose, the most frequent ones of its training data; 0: all."""
 
     start: str = ""
     """Directory of a draft to train further, which determines layers and draft_vocab; empty: a new one."""
@@ -179,8 +180,8 @@ class Eagle3Shape:
 def default_layers(depth: int) -> tuple[int, ...]:
     """Return the layers whose outputs are fused by default. depth: layers of the target.
 
-    From twelve layers on, those of EAGLE-3 and of both servers. With fewer: the first, the middle one and the
-    last but one, which is the highest that SGLang captures.
+    With twelve or more layers, these are the layers that EAGLE-3 and both servers use. With fewer: the first,
+    the middle and the last but one, which is the highest that SGLang captures.
 
     >>> default_layers(32), default_layers(8), default_layers(2)
     ((1, 15, 28), (0, 3, 6), (0,))

@@ -94,10 +94,10 @@ class SandboxConfig:
     """Size of the largest file."""
 
     tree_mb: int = 64
-    """Size of all files of the work tree and /tmp."""
+    """Total size of all files in the work tree and /tmp."""
 
     tree_files: int = 2000
-    """Number of all files of the work tree and /tmp."""
+    """Number of files in the work tree and /tmp."""
 
     output_kb: int = 256
     """Size of stdout and stderr together."""
@@ -106,7 +106,7 @@ class SandboxConfig:
     """Reuse the outcome of the same command on the same file tree (bubblewrap only)."""
 
     image: str = ""
-    """Container image for all instances; empty takes the instance's own."""
+    """Container image for all instances; empty: the image of each instance."""
 
     def __post_init__(self) -> None:
         names = ("timeout_s", "cpu_s", "memory_mb", "processes", "file_mb", "tree_mb", "tree_files")
@@ -135,7 +135,7 @@ class ReasoningConfig:
     """Parameters of reasoning-gym's data sets, by task: {chain_sum: {min_terms: 2, max_terms: 3}}."""
 
     levels: list[int] = field(default_factory=list)
-    """Levels of reasoning-gym's own curricula, in the order of training, as in [0, 2, 4]; empty: none."""
+    """Levels of reasoning-gym's curricula, in the order of training, such as [0, 2, 4]; empty: no levels."""
 
     train_size: int = 2000
     """Training instances of each task, at each level."""
@@ -164,7 +164,7 @@ class ToolsConfig:
     """Settings of the environment `tools`."""
 
     names: list[ToolName] = field(default_factory=lambda: list(ToolName))
-    """Tools on offer."""
+    """Tools that the model may call."""
 
     parser: ToolParser = ToolParser.HERMES
     """Syntax in which calls are written."""
@@ -176,7 +176,7 @@ class ToolsConfig:
     """Kinds of question in training and held_instances; see `rlpipe.envs.tools.generate`."""
 
     max_calls: int = 4
-    """Calls of one turn that are carried out."""
+    """Maximum number of calls in one turn that are executed."""
 
     train_size: int = 4000
     """Training instances."""
@@ -207,15 +207,15 @@ class GymnasiumConfig:
     """Settings of the environment `gymnasium`."""
 
     id: str = ""
-    """Id in Gymnasium's registry, such as FrozenLake-v1 ("module:Id-v0" imports the module first), or a class
-    of your own, as module:Class or file.py:Class."""
+    """Id in Gymnasium's registry, such as FrozenLake-v1 ("module:Id-v0" imports the module first), or a
+    custom class, as module:Class or file.py:Class."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its constructor. `render_mode: ansi` shows the environment's drawing instead of the
-    observation; colours are left out, so Taxi-v4, whose drawing tells by colours, is better off without."""
+    """Arguments of its constructor. With `render_mode: ansi` the model reads the environment's drawing
+    instead of the observation. Colours are removed, so it does not suit Taxi-v4, whose drawing needs them."""
 
     actions: list[str] = field(default_factory=list)
-    """Names of the actions of a Discrete space, in order; empty takes those that are known, else numbers."""
+    """Names of the actions of a Discrete space, in order; empty: names that are known, otherwise numbers."""
 
     invalid_reward: float = 0.0
     """Reward of a turn that names no action; 0 or negative."""
@@ -233,15 +233,15 @@ class TextArenaConfig:
     """Settings of the environment `textarena`."""
 
     id: str = ""
-    """Id of a game, such as GuessTheNumber-v0. Those that end in -train put brackets around an answer
-    without any."""
+    """Id of a game, such as GuessTheNumber-v0. Games with ids that end in -train add missing brackets to an
+    answer."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the game's constructor."""
 
     opponent: str = ""
-    """Who moves for the other player of a game of two: "random" (any move that the game lists), or
-    module:function of (text, rng), where text is what that player sees. Empty for one player."""
+    """The opponent in a game for two: "random" (any move that the game lists), or module:function, called
+    with (text, rng), where text is what that player sees. Empty in a game for one."""
 
     self_play: bool = False
     """Train on games of the policy against itself: the attempts at an instance play each other in pairs. The
@@ -263,11 +263,11 @@ class VerifiersConfig:
     """Id of an installed taskset, or a class: module:Taskset or file.py:Taskset."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the taskset's own config."""
+    """Fields of the taskset's config."""
 
     env: str = ""
-    """A verifiers `Env` with one agent, by module:Class or file.py:Class, that runs the tasks over several
-    turns. Empty: the installed package's own, else one answer."""
+    """A verifiers `Env` with one agent that runs the tasks over several turns, as module:Class or
+    file.py:Class. Empty: that of the installed package if it has one, otherwise tasks of one answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -281,13 +281,14 @@ class OpenEnvConfig:
     """Arguments of the environment's `reset`; its `seed` is the instance."""
 
     action: str = ""
-    """Field of an action that an answer is; empty takes the only required one, else answers are JSON."""
+    """The field of an action that an answer fills; empty: the only required one, or, if there are several,
+    answers are JSON."""
 
     observation: str = ""
-    """Field of an observation that the model reads; empty takes the only one, or all of them as JSON."""
+    """The field of an observation that the model reads; empty: the only one, or all of them as JSON."""
 
     timeout_s: float = 60.0
-    """Seconds for one answer of the server."""
+    """Seconds that the server may take for one answer."""
 
     def __post_init__(self) -> None:
         positive(self, "env.openenv", "timeout_s")
@@ -300,16 +301,16 @@ class AgentConfig:
     run: str = ""
     """The agent: a command line, which runs in the sandbox and gets OPENAI_BASE_URL, OPENAI_API_KEY and
     RLPIPE_TASK (a JSON file); or, for code that you trust, a function of (base_url, api_key, task), as
-    file.py:NAME or module:NAME, plain or async. The answer is what the command prints or the function
-    returns; without any, the model's last turn."""
+    file.py:NAME or module:NAME, plain or async. The command prints the answer, or the function returns it; if
+    there is none, it is the model's last turn."""
 
     files: list[str] = field(default_factory=list)
-    """Files and folders that a command needs besides those that its command line names; it finds all of them
-    in /agent."""
+    """Files and folders that a command needs in addition to those that its command line names; all of them
+    are in /agent."""
 
     host: str = "127.0.0.1"
-    """Address at which the endpoint listens. Agents in containers or on other machines need another one than
-    that of this machine only; each attempt has a key of its own."""
+    """Address on which the endpoint listens. The default accepts only this machine; agents in containers or
+    on other machines need another address. Each attempt has a separate key."""
 
     def __post_init__(self) -> None:
         if self.is_function:
@@ -342,17 +343,17 @@ class EnvConfig:
     primary one."""
 
     repos: str = ""
-    """Folder with a git mirror of each repository, as OWNER/NAME.git: instances without files are checked out
-    of it into the sandbox, where there are no containers (`env.sandbox.backend=bubblewrap`)."""
+    """Folder with a git mirror of each repository, as OWNER/NAME.git. With `env.sandbox.backend=bubblewrap`,
+    which has no containers, instances without files are checked out of it into the sandbox."""
 
     action_mode: ActionMode = ActionMode.PLAIN
     """See `ActionMode`."""
 
     max_turns: int = 8
-    """Actions that an episode may take."""
+    """Maximum number of actions in an episode."""
 
     max_observation_chars: int = 400
-    """Characters of one observation, before the truncation marker."""
+    """Maximum number of characters of one observation, before the truncation marker."""
 
     system_prompt: str = ""
     """Replaces the system prompt of the action mode (plain mode has none)."""
@@ -365,10 +366,10 @@ class EnvConfig:
     """Seconds for the complete test run."""
 
     retries: int = 2
-    """Attempts after a failure of the sandbox; then the trajectory is masked."""
+    """Number of further attempts after a failure of the sandbox; then the trajectory is masked."""
 
     threads: int = 2
-    """Commands that run at once in one rollout worker."""
+    """Number of commands that run at once in one rollout worker."""
 
     step_timeout_s: float = 600.0
     """Seconds that one call of an episode (messages, step, finish, close) may take; 0 sets no limit. A call
@@ -404,21 +405,22 @@ class EnvConfig:
     is imported from the folder where the run was started, or as installed."""
 
     train_size: int = 1000
-    """Training instances of a class named by `suite` or of a library's environment, each a seed."""
+    """Number of training instances, each a seed, of a class named by `suite` or of a library's
+    environment."""
 
     held_out_size: int = 100
-    """Held-out instances of these, which training never sees."""
+    """Number of held-out instances of these environments, which training never uses."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Values for a user's suite, in any form that it reads."""
+    """Values for a user's suite, in any form that the suite understands."""
 
     function: FunctionTask = field(default_factory=FunctionTask, metadata={"omegaconf_ignore": True})
     """Not a setting: `data` and `reward`, which `Config` puts here for the environments of data sets."""
 
     mix: dict[str, Any] = field(default_factory=dict)
     """Environments to train on together, by name: {arith: {share: 0.5, name: reasoning, reasoning: {tasks:
-    [gcd]}}, files: {share: 0.5, suite: my_env.py:Files}}. Shares are of the prompts; what else a member may
-    set are the settings of `env`."""
+    [gcd]}}, files: {share: 0.5, suite: my_env.py:Files}}. Shares are shares of the prompts. A member may also
+    set any setting of `env`."""
 
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)

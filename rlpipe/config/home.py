@@ -21,7 +21,7 @@ _FOLDERS = {
 def provide_home() -> None:
     """Point the libraries that need a home folder to a temporary one if the user's cannot be written to.
 
-    Variables that are set already stay as they are. Call it before those libraries are imported.
+    Variables that are already set are not changed. Call this before those libraries are imported.
     """
     if home_is_writable():
         return

@@ -1,4 +1,4 @@
-"""Injection of the failures of async RL at scale, each by a known amount, to study them. No torch."""
+"""Injection of the failures of asynchronous RL at scale, each by a known amount. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class InjectionConfig:
     """Failures to inject, all off by default. They affect training rollouts only, never validation."""
 
     stale_steps: int = 0
-    """Age in training steps of the weights that rollouts decode with, on top of what pipeline.max_staleness
-    allows. Engines keep as many copies of the weights in memory."""
+    """Age in training steps of the weights that rollouts decode with, in addition to what
+    pipeline.max_staleness allows. Engines keep as many copies of the weights in memory."""
 
     weight_noise: float = 0.0
     """Relative standard deviation of normal noise on every weight of the rollout engine, new with each policy
-    version; 0.001 is about what rounding to bfloat16 does. Logprobs are those of the noisy weights."""
+    version; 0.001 is about the effect of rounding to bfloat16. Logprobs are those of the noisy weights."""
 
     slow_env_share: float = 0.0
     """Share of episodes that wait before each answer of their environment."""
@@ -26,11 +26,11 @@ class InjectionConfig:
     """Seconds of that wait."""
 
     long_turn_share: float = 0.0
-    """Share of turns that decode additional tokens, which are thrown away: the time of long answers, without
-    their effect on the policy."""
+    """Share of turns that decode additional tokens, which are discarded: this takes the time of long answers
+    without their effect on the policy."""
 
     long_turn_tokens: int = 0
-    """Number of those additional tokens, as far as the context has capacity."""
+    """Number of those additional tokens, if the context has room for them."""
 
     def __post_init__(self) -> None:
         amounts = ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens")

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters: their rank, and the projections that have one. Imports no torch."""
+"""Settings of LoRA adapters: their rank, and the projections that have an adapter. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoraConfig:
     """LoRA adapters: W + (alpha / rank) B A, in which A and B are trained and W is fixed."""
 
     rank: int = 0
-    """Rows of A; 0: off, all weights are trained."""
+    """Number of rows of A; 0: no adapters, all weights are trained."""
 
     alpha: float = 16.0
     """Numerator of the scale in the equation."""

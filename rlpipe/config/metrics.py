@@ -28,7 +28,7 @@ class MetricsConfig:
     """Where a run records and displays its measurements."""
 
     console: bool = True
-    """Show progress on the terminal (one plain line per step when it is not a terminal)."""
+    """Show progress on the terminal (or one plain line per step if standard output is not a terminal)."""
 
     wandb: WandbMode = WandbMode.AUTO
     """Where W&B records go."""
@@ -49,7 +49,8 @@ class MetricsConfig:
     """Write trace.json.gz, which Perfetto opens: the activities of every actor over time."""
 
     rollouts_per_step: int = 4
-    """Trajectories of every step written token by token (docs/run_directory.md); 0: none."""
+    """Number of trajectories of every step that are written token by token (docs/run_directory.md); 0:
+    none."""
 
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     """See `ProbeConfig`."""

@@ -28,5 +28,5 @@ def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def wait_choices() -> dict[str, str]:
-    """Return the variables of this process that set how threads wait, for processes that do not inherit."""
+    """Return this process's variables on how threads wait, for processes that do not inherit them."""
     return {name: os.environ[name] for name in _CHOICES if name in os.environ}

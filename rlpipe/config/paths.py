@@ -33,23 +33,23 @@ def shipped(relative: str) -> Path:
 
 
 def resolve(path: str) -> Path:
-    """Return a setting's path: that of `shipped:NAME`, or an ordinary path made absolute, `~` expanded."""
+    """Return the path of `shipped:NAME`, or an ordinary path made absolute, with `~` expanded."""
     if path.startswith(PREFIX):
         return shipped(path.removeprefix(PREFIX))
     return Path(path).expanduser().resolve()
 
 
 def resolve_model(path: str, setting: str = "model.path") -> Path:
-    """Return the directory of a model: as `resolve`, or where a released model or one of the hub is stored.
+    """Return the directory of a model: as `resolve`, or that of a stored model, fetched or from the hub.
 
     Args:
-        path: value of a setting that names a model. A name of `RELEASED` is that model; `org/name` or
-            `org/name@revision`, if no such path exists, one of the hub, which is downloaded if it is not in
-            the cache. `./NAME` is always a folder.
+        path: value of a setting that names a model. A name in `RELEASED` is that model. `org/name` or
+            `org/name@revision`, if no such path exists, is a model of the hub, which is downloaded unless it
+            is in the cache. `./NAME` is always a folder.
         setting: its name, for messages.
 
     Raises:
-        ValueError: the released model has not been fetched, or that of the hub cannot be.
+        ValueError: the released model has not been fetched, or the model of the hub cannot be downloaded.
     """
     if path not in RELEASED:
         hub = hub_id(path)

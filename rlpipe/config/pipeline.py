@@ -22,10 +22,10 @@ class PipelineConfig:
     """Groups of a training step, and the maximum age of their tokens."""
 
     prompts_per_step: int = 8
-    """Groups of one training step."""
+    """Number of prompts, and so of groups, in one training step."""
 
     group_size: int = 8
-    """Sibling trajectories of a group."""
+    """Number of trajectories in a group, all attempts at one prompt."""
 
     max_staleness: int = 1
     """Training steps that a trajectory's oldest token may lag behind the trainer; 0 is synchronous. With
@@ -35,15 +35,15 @@ class PipelineConfig:
     """See `Stale`."""
 
     oversample: float = 1.0
-    """With stale=drop: groups in flight for each one that a step needs. A step trains on the first to finish;
-    groups that are too stale when their version is published are stopped."""
+    """With stale=drop: number of groups in flight for each group that a step needs. A step trains on the
+    first to finish; groups that are too stale when a version is published are stopped."""
 
     filter_equal_rewards: bool = False
     """Drop groups whose rewards are all equal (they have no advantage) and roll out other prompts instead."""
 
     filter_limit: int = 4
-    """Limit of the filter, in batches of groups for one step; beyond it equal groups are trained on
-    unchanged."""
+    """Limit of the filter, in batches of groups for one step; beyond it, groups with equal rewards are
+    trained on."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "pipeline", "prompts_per_step", "filter_limit")

@@ -13,17 +13,18 @@ class ProbeConfig:
     """Contexts that the trainer reads repeatedly with its newest target and draft."""
 
     every: int = 5
-    """Steps between two readings; 0: never. A draft with a directory of its own (eagle3) reads a copy of the
-    model, in the rollouts' dtype, that the first rank of the trainer then keeps."""
+    """Steps between two readings; 0: never. For a draft with a separate directory (eagle3), the first rank of
+    the trainer keeps a second copy of the model, in the dtype of the rollouts."""
 
     contexts: int = 256
-    """Positions of the fixed set, and as many of the step's own rollouts in addition, in full trajectories
-    (at least three). A reading costs a forward pass over them (`timing_s/probe`)."""
+    """Number of positions in the fixed set; as many positions of the step's own rollouts are read in
+    addition. They are taken from full trajectories, at least three. A reading costs a forward pass over them
+    (`timing_s/probe`)."""
 
     slope: list[float] = field(default_factory=list)
     """Change of the first draft's acceptance rate per nat of the target's entropy, measured by intervention,
-    with its 95% interval: [value, low, high]. The summary splits by it instead of by slopes that it estimates
-    from the run. [] where none was measured (recipes/mtp_adapt/interventional.py measures one)."""
+    with its 95% interval: [value, low, high]. The summary uses it instead of slopes that it estimates from
+    the run. []: none was measured (recipes/mtp_adapt/interventional.py measures one)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics.probe", "every", remedy="0 is never")

@@ -33,7 +33,7 @@ REMOVED = {
 
 
 def current_name(name: str) -> str:
-    """Return what a setting is called now: the same name unless it, or a section above it, was renamed.
+    """Return the present name of a setting: the same name, unless it or a section above it was renamed.
 
     >>> current_name("mtp.train"), current_name("mtp"), current_name("spec.gamma")
     ('draft.train', 'draft', 'spec.gamma')
@@ -45,7 +45,7 @@ def current_name(name: str) -> str:
 
 
 def outdated_setting(name: str, value: str) -> ValueError | None:
-    """Return the refusal of a name that an earlier version had; None for any other name.
+    """Return the error for a name that only an earlier version had; None for any other name.
 
     >>> str(outdated_setting("mtp.train", "online"))
     'mtp.train is now draft.train: write draft.train=online.'
@@ -63,7 +63,7 @@ def outdated_setting(name: str, value: str) -> ValueError | None:
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parsed config.yaml of any version with its sections and settings under today's names.
 
-    Values are unchanged. A name that was removed stays too; no code reads it.
+    Values are unchanged. A removed name is kept as well; no code reads it.
 
     >>> with_current_names({"mtp": {"train": "off"}, "spec": {"gamma": 3}})
     {'draft': {'train': 'off'}, 'spec': {'gamma': 3}}

@@ -45,13 +45,14 @@ class RolloutConfig:
     """Number of engines; each runs in its own process."""
 
     concurrent_groups: int = 0
-    """Groups that one worker generates at a time; 0: as many as are admitted."""
+    """Number of groups that one worker generates at a time; 0: as many as are admitted."""
 
     max_running: int = 64
-    """KV rows of an engine; running requests and idle conversations share them."""
+    """Number of KV rows of an engine, which running requests and idle conversations share."""
 
     max_context: int = 512
-    """Tokens of a conversation, prompt included; at most the model's max_position_embeddings."""
+    """Maximum number of tokens of a conversation, prompt included; at most the model's
+    max_position_embeddings."""
 
     max_new_tokens: int = 48
     """Maximum number of tokens of one turn."""
@@ -72,7 +73,7 @@ class RolloutConfig:
     """CPU threads of an engine."""
 
     prefill_tokens: int = 4096
-    """Prompt tokens processed between two decode steps; one request is always admitted."""
+    """Maximum number of prompt tokens processed between two decode steps; one request is always admitted."""
 
     cuda_graphs: bool = True
     """On a GPU the embedded engine captures its passes over decoding rows, once for each of a few shapes, and
@@ -82,9 +83,9 @@ class RolloutConfig:
     """See `KvOnUpdate`."""
 
     replay_routes: bool = False
-    """MoE only: in the trainer, send each token to the experts that read it in the rollout (R3). Otherwise
-    rounding makes the two choose differently. A trajectory then carries a byte or two for each token, layer
-    with experts and expert per token."""
+    """MoE only: in the trainer, send each token to the experts that processed it in the rollout (R3).
+    Otherwise rounding makes trainer and engine choose different experts. A trajectory then has one or two
+    additional bytes for each token, MoE layer and chosen expert."""
 
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """Settings of the server; read with engine=sglang only."""
@@ -106,7 +107,7 @@ class RolloutConfig:
 
     @property
     def cards(self) -> int:
-        """GPUs of one engine, if it runs on GPUs."""
+        """Number of GPUs of one engine, if it runs on GPUs."""
         return self.sglang.tp if self.engine is EngineKind.SGLANG else 1
 
 

@@ -71,11 +71,10 @@ class RunSettings:
     """Steps between checkpoints; 0: only the last."""
 
     keep_last: int = 2
-    """Number of the newest checkpoints that stay on disk."""
+    """Number of newest checkpoints to keep on disk."""
 
     keep_best: int = 0
-    """Number of checkpoints with the highest val/reward that stay in addition (of steps that were validated).
-    """
+    """Number of further checkpoints to keep, those with the highest val/reward among validated steps."""
 
     save_async: bool = True
     """Write checkpoints while training continues, from a copy of the trainer's state in host memory."""
@@ -122,13 +121,14 @@ class ValConfig:
     """Validation on held-out instances."""
 
     every: int = 20
-    """Steps between validations (0: never); always also before the first and after the last step."""
+    """Steps between validations; 0: never. Otherwise the policy is also validated before the first and after
+    the last step."""
 
     instances: int = 200
-    """Instances of each held-out split: always the first ones; 0: all."""
+    """Number of instances of each held-out split, always the first ones; 0: all."""
 
     samples: int = 1
-    """Attempts per instance."""
+    """Number of attempts at each instance."""
 
     temperature: float = 1.0
     """Sampling temperature of validation; 0 is greedy."""
@@ -149,14 +149,14 @@ class ClusterConfig:
     """Address of a running Ray cluster; empty starts a local one."""
 
     gpu_gb: float = 0.0
-    """Memory of one GPU in GiB, for the estimate of memory; 0: that of this machine's first one."""
+    """Memory of one GPU in GiB, for the memory estimate; 0: that of this machine's first GPU."""
 
     share_gpus: bool = False
-    """Put rollout worker n and trainer rank n on one GPU, half of it each, instead of a GPU each."""
+    """Put rollout worker n and trainer rank n on one GPU, which they share equally, instead of a GPU each."""
 
     max_workers: int = 0
-    """Number of rollout workers up to which the run adds some while its trainer waits for them and each makes
-    it faster. It removes them again. 0: rollout.workers throughout."""
+    """Maximum number of rollout workers. The run adds workers while its trainer waits for rollouts and each
+    new worker makes it faster, and removes them again. 0: rollout.workers throughout."""
 
     max_restarts: int = 3
     """Number of times a dead rollout worker is replaced before the run gives up."""
@@ -198,8 +198,8 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: Any = None
-    """Rewards of the environment `function`: my_reward.py:score, a built-in one by its name, a list of these,
-    or a mapping to weights, as in {my_reward.py:score: 0.7, exact_match: 0.3}."""
+    """Rewards of the environment `function`: my_reward.py:score, the name of a built-in one, a list of these,
+    or a mapping to weights, such as {my_reward.py:score: 0.7, exact_match: 0.3}."""
 
     injection: InjectionConfig = field(default_factory=InjectionConfig)
     val: ValConfig = field(default_factory=ValConfig)
@@ -226,8 +226,8 @@ class Config:
     def probes_draft(self) -> bool:
         """Whether the trainer can compare target and draft on fixed contexts (`metrics.probe`).
 
-        Not at temperature 0, where acceptance is no probability, and not where a decoupled actor has a draft
-        with a directory of its own: its target would be the actor.
+        It cannot at temperature 0, where acceptance is not a probability, nor if a decoupled actor has a
+        draft with a separate directory, because the draft's target would be the actor.
         """
         drafts = self.spec.mode is not SpecMode.NONE and self.rollout.temperature > 0
         return drafts and not (self.spec.needs_draft and self.decoupled.active)
@@ -259,7 +259,7 @@ class Config:
 
 
 def for_run_mode(config: Config) -> Config:
-    """Return the settings of a run mode: without features that need the part that does not run.
+    """Return the settings of a run mode, without features that need the part that does not run.
 
     Validation is off (it needs engines, and weights that change); without a trainer the probe is off too. The
     groups of a dump were selected when it was written: all are trained on, in their order.

@@ -24,7 +24,7 @@ class WeightTransfer(Choice):
 
 
 class CanaryReaction(Choice):
-    """The reaction to a server with weights that differ from those that were sent."""
+    """The reaction if a server's weights differ from those that were sent."""
 
     RETRY = "retry"  # send them once more, then stop
     NO_SPECULATION = "no_speculation"  # the same, but if only the draft is stale, stop drafting instead
@@ -49,20 +49,22 @@ class SglangConfig:
     """GPUs of one server (tensor parallel)."""
 
     start_timeout: float = 300.0
-    """Seconds until a server that is started must answer."""
+    """Seconds within which a new server must answer."""
 
     request_timeout: float = 600.0
-    """Seconds that a turn may take without new tokens; a turn that still streams is never ended by it."""
+    """Seconds that a turn may take without new tokens; a turn that still produces tokens is never ended."""
 
     update_timeout: float = 300.0
     """Seconds that one request of a weight update may take, and the limit of a full broadcast."""
 
     health_timeout: float = 30.0
-    """Seconds until the server must answer a health request. A server that answers neither of two requests
-    hangs, and is killed and replaced. The requests are a third of this time apart, at most 10 seconds."""
+    """Seconds within which the server must answer a health request. A server that answers neither of two
+    successive requests is considered hung, and is killed and replaced. Requests are sent every third of this
+    time, at most 10 seconds apart."""
 
     max_restarts: int = 3
-    """Dead or hung servers that are replaced between two weight updates; one more ends the run."""
+    """Maximum number of dead or hung servers that are replaced between two weight updates; one more ends the
+    run."""
 
     weight_transfer: WeightTransfer = WeightTransfer.AUTO
     """See `WeightTransfer`."""
@@ -72,8 +74,8 @@ class SglangConfig:
     the trainer's ranks gather at once."""
 
     abort_on_update: bool = False
-    """Requests that run when weights change end with the tokens they have and are continued as new requests.
-    Off: they continue inside the server, by rollout.kv_on_update."""
+    """End running requests when weights change, and continue them as new requests with the tokens that they
+    have. False: they continue inside the server, as rollout.kv_on_update says."""
 
     on_canary_failure: CanaryReaction = CanaryReaction.RETRY
     """See `CanaryReaction`."""
@@ -89,8 +91,8 @@ class SglangConfig:
     GPU attention backend."""
 
     plugin: bool = True
-    """Load rlpipe's part of the server (sglang_env/plugin), which returns exact entropies, and packed numbers
-    instead of JSON for each token. Off: SGLang is unchanged, and entropies are estimates."""
+    """Load rlpipe's plugin into the server (sglang_env/plugin), which returns exact entropies, and packed
+    numbers instead of JSON for each token. False: SGLang is unchanged, and entropies are estimates."""
 
     extra_arguments: list[str] = field(default_factory=list)
     """Arguments appended to the command line unchanged."""

@@ -43,7 +43,7 @@ class SpecConfig:
     """Children of every node by depth; mode tree only."""
 
     drafter: Drafter = Drafter.MTP
-    """Source of the draft tokens. Looked-up drafts are certain, so rejection and block verify them as
+    """Source of the draft tokens. Looked-up drafts are deterministic, so rejection and block verify them as
     target_only does."""
 
     draft_path: str = ""
@@ -54,7 +54,7 @@ class SpecConfig:
     the model's own draft_vocab.json. Empty: all tokens."""
 
     suffix: int = 4
-    """Maximum number of tokens at the text's end that drafter suffix looks up."""
+    """Maximum number of tokens at the end of the text that the drafter suffix looks up."""
 
     def __post_init__(self) -> None:
         self.mode, self.drafter = SpecMode(self.mode), Drafter(self.drafter)

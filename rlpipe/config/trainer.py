@@ -57,15 +57,16 @@ class TrainerConfig:
     """Pipeline stages. Each has some of the layers; the last one has the head and an MTP layer."""
 
     sp: bool = False
-    """Tensor parallel ranks also share the tokens of the parts that they do not split: norms, residuals (not
-    with layers=te)."""
+    """Sequence parallelism: tensor parallel ranks also share the tokens of norms and residuals, which they do
+    not split otherwise (not with layers=te)."""
 
     cp: int = 1
     """Context parallel ranks, which share the tokens of each micro-batch (not with layers=te)."""
 
     ep: int = 1
-    """Data and context parallel ranks that share the experts of an MoE; each holds some. It divides dp * cp.
-    0: as many as divide the number of experts, too; 1 for a model without."""
+    """Number of data and context parallel ranks that share the experts of an MoE, each with a part of them.
+    It must divide dp * cp. 0: the largest number that also divides the number of experts; 1 for a model
+    without experts."""
 
     precision: Precision = Precision.FP32
     """See `Precision`."""
@@ -80,8 +81,8 @@ class TrainerConfig:
     """Shard the optimizer's state over dp."""
 
     micro_batch_tokens: int = 2048
-    """Tokens of one forward pass; each of the cp ranks holds a share. A prefix that siblings share counts
-    once; layers of TransformerEngine share no prefix and read rows * padded length."""
+    """Number of tokens in one forward pass; each of the cp ranks holds a share. A prefix that siblings share
+    counts once. Layers of TransformerEngine share no prefix, and count rows * padded length."""
 
     lr: float = 1e-5
     """Learning rate after warm-up."""
@@ -166,7 +167,7 @@ class TrainerConfig:
         return self.tp * self.cp * self.pp * self.dp
 
     def expert_ranks(self, experts: int) -> int:
-        """Return how many ranks share so many experts: `ep`, unless it is 0."""
+        """Return how many ranks share this number of experts: `ep`, unless it is 0."""
         return self.ep or (math.gcd(experts, self.dp * self.cp) if experts else 1)
 
     def stage_layers(self, layers: int) -> list[int]:
@@ -252,7 +253,7 @@ def check_parallel(
 
 
 def count_experts(hf_config: Mapping[str, Any]) -> int:
-    """Return the experts of a layer, 0 for a model without; families name their number differently."""
+    """Return the number of experts in a layer, 0 without experts; families name it differently."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return max(int(hf_config.get(name) or 0) for name in names)
 

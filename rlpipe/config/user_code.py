@@ -1,9 +1,9 @@
 """Loads functions from outside the package. Imports no torch.
 
-A setting names one as `module:function` or as `path/to/file.py:function`. A file's path is relative to the
-folder in which the run was started; `absolute` makes it absolute, so that it is the same file in every
-process. Folders of user code are searched after installed packages: a `numpy.py` among the user's files
-replaces nothing. Each file is a module of its own, so two files of the same name do not collide.
+A setting names a function as `module:function` or as `path/to/file.py:function`. A file's path is relative to
+the folder in which the run was started; `absolute` makes it absolute, so that it is the same file in every
+process. Folders of user code are searched after installed packages, so a file `numpy.py` of the user does not
+replace numpy. Each file is a separate module, so two files with the same name do not collide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _user_folders: set[str] = set()  # folders of the files that were loaded
 
 
 def is_user_code(name: str) -> bool:
-    """Return whether a setting names a user's function rather than something of the package by its name."""
+    """Return whether a setting names a user's function rather than one of the package."""
     return ":" in name or name.endswith(".py")
 
 
@@ -44,7 +44,8 @@ def load_function(name: str, *, setting: str, takes: str) -> Callable[..., Any]:
     """Import the function that a setting names, as `module:function` or `path/to/file.py:function`.
 
     setting, takes: for messages, the setting and the arguments of the function. A module is also searched in
-    the folder in which the run was started, a file's siblings in its folder; in workers too.
+    the folder in which the run was started, and modules next to a file in its folder; this holds in workers
+    too.
     Raises ValueError when it cannot be imported or called.
     """
     where = f"{setting}={name!r}"
@@ -164,9 +165,9 @@ def described(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException, *, otherwise: str = "") -> str:
-    """Return file and line of the user's code that raised an error: the last frame outside libraries.
+    """Return file and line of the user's code that raised an error, the last frame outside libraries.
 
-    otherwise: what to return when no frame is the user's; empty for the last frame of all.
+    otherwise: returned if no frame is the user's; if empty, the last frame of all is returned.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
