@@ -1,4 +1,4 @@
-"""Environments: what a model acts on and what rewards it. `base` holds the contract.
+"""Environments, in which a model acts and is rewarded. `base` holds the contract.
 
 Owns the table of environments that ship with the package. A new one is a file with a suite, its name in
 `EnvName`, two small functions that import it on use, and a row of `ENVIRONMENTS`.
@@ -21,8 +21,8 @@ __all__ = ["ENVIRONMENTS", "Environment", "check_environment", "make_suite"]
 class Environment:
     """One row of `ENVIRONMENTS`.
 
-    check: raises ValueError when something is missing that episodes need and making the suite does not.
-    make: makes the suite, from its settings and the run's seed; raises ValueError for a bad data file.
+    check: raises ValueError if something is missing that only episodes need. make: makes the suite from its
+    settings and the run's seed; raises ValueError for a bad data file.
     """
 
     check: Callable[[EnvConfig], object]
@@ -194,7 +194,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
 
 
 def check_environment(config: EnvConfig) -> None:
-    """Check what episodes of `env.name` need on this machine.
+    """Check that this machine has what episodes of `env.name` need.
 
     Raises ValueError: a missing sandbox tool, an unknown task.
     """

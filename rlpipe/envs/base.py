@@ -1,9 +1,9 @@
 """The environment Protocol: a suite lists instances, an episode is one attempt at one of them.
 
 Owns the contract between collector and environments. An `Episode` is one attempt at one instance;
-its methods may block (they run a sandbox), so the collector calls them in threads; those that are `async def`
-are awaited in a loop of a thread of their own (`envs.user_loop`).
-Infrastructure failures raise `InfrastructureError`; they are never a reward.
+its methods may block (they run a sandbox), so the collector calls them in threads; `async def` methods are
+awaited in an event loop that has its own thread (`envs.user_loop`). Infrastructure failures raise
+`InfrastructureError`; they are never a reward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InfrastructureError(RuntimeError):
 class StepResult:
     """Outcome of one action.
 
-    observation: displayed to the model next (empty when done): a text, or chat messages with the roles user,
+    observation: what the model reads next (empty when done): a text, or chat messages with the roles user,
         tool or system.
     done: the episode is over, and `reward` is set.
     reward: of this step; the reward of a trajectory is the sum over its steps. None counts as 0 while the
@@ -46,7 +46,7 @@ class StepResult:
 class GroupMember:
     """One finished attempt, for `score_group`.
 
-    text: of the last turn. turns: texts of all turns. reward: sum of its steps. info: as it is recorded; what
+    text: of the last turn. turns: texts of all turns. reward: sum over its steps. info: as recorded; what
     `score_group` adds to it is recorded too.
     """
 
@@ -62,33 +62,34 @@ Opening = list[dict[str, str]] | StepResult
 
 
 class Episode(Protocol):
-    """One attempt. Each method may be `async def`; one that is not may block.
+    """One attempt. Each method may be `async def`; an ordinary method may block.
 
-    Optional are `finish()`, called when turns or context are used up (returns a `StepResult` that is done, or
-    a reward; without it the episode ends with the rewards of its steps), and `close()`, called at the end to
-    free what the episode holds.
+    Two methods are optional. `finish()` is called when turns or context are used up; it returns a
+    `StepResult` that is done, or a reward (without it, the episode ends with the rewards of its steps).
+    `close()` is called at the end to free resources.
     """
 
     def messages(self) -> Opening | Awaitable[Opening]:
         """Return the opening chat messages, [{'role': ..., 'content': ...}, ...].
 
-        Only the seat of a `Game` may return a `StepResult`, of a game that is over before its first turn."""
+        Only a seat of a `Game` may return a `StepResult`, if the game is over before its first turn."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Act on the text that the model wrote this turn.
 
-        A turn that `rollout.max_new_tokens` cut off comes here as well, with the text up to there.
+        A turn that `rollout.max_new_tokens` cut off is passed in too, with the text up to there.
         Raises InfrastructureError when something other than the model failed."""
         ...
 
 
 @runtime_checkable
 class Game(Protocol):
-    """An attempt of several players that the policy plays all; each gets a trajectory and a reward.
+    """An attempt with several players, all played by the policy; each has a trajectory and a reward.
 
-    A suite that returns one says how many play: `players(instance_id)`, see `Suite`. `envs.seats` makes the
-    seats of a game in which players take turns. `close()` is optional, as of an `Episode`.
+    A suite that returns a `Game` gives the number of players by `players(instance_id)`, see `Suite`.
+    `envs.seats` makes the seats of a game in which players take turns. `close()` is optional, as for an
+    `Episode`.
     """
 
     @property
@@ -101,9 +102,9 @@ class Game(Protocol):
 class AgentAddress:
     """Where an agent reaches the model for one attempt.
 
-    root_url: of the endpoint, such as http://127.0.0.1:40123. api_key: of this attempt only. answer_at: has
-    the endpoint also answer at a listening socket, such as one in the network of a sandbox, until the attempt
-    ends; from any event loop.
+    root_url: of the endpoint, such as http://127.0.0.1:40123. api_key: valid for this attempt only.
+    answer_at: makes the endpoint also answer at a listening socket, such as one in the network of a sandbox,
+    until the attempt ends; may be called from any event loop.
     """
 
     root_url: str
@@ -113,30 +114,30 @@ class AgentAddress:
 
 @runtime_checkable
 class AgentEpisode(Protocol):
-    """An attempt in which a program talks to the model itself, rather than turn by turn through `step`.
+    """An attempt in which a program calls the model itself, rather than turn by turn through `step`.
 
-    Any suite may return one, a user's too.
+    Any suite may return one, including a user's suite.
     """
 
     def run_agent(self, address: AgentAddress) -> str | Awaitable[str | None] | None:
-        """Work on the task until it is done; return the answer, None for the text of the last turn.
+        """Work on the task until it is done; return the answer, or None for the text of the last turn.
 
         Raises InfrastructureError when something other than the model failed."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Grade the answer. The episode is done then."""
+        """Grade the answer; this ends the episode."""
         ...
 
 
 class Suite(Protocol):
     """A set of instances by split. Splits: 'train' and any number of held-out sets.
 
-    A suite may have an attribute `tools`: OpenAI schemas of tools that the chat template shows; and a method
-    `score_group(instance_id, results)`, called once for the attempts at an instance that finished, a list of
-    `GroupMember`, which returns their final rewards in order. A curriculum is a method `train_stages()`: the
-    training instances as several lists, which every epoch goes through in their order. A method
-    `players(instance_id)` returns how many attempts take part in one `Game` at an instance; without it, one.
+    Optional members: `tools`, an attribute with OpenAI schemas of the tools that the chat template shows.
+    `score_group(instance_id, results)` is called once with the finished attempts at an instance, a list of
+    `GroupMember`, and returns their final rewards in order. `train_stages()` makes a curriculum: it returns
+    the training instances as several lists, which every epoch goes through in order. `players(instance_id)`
+    returns how many attempts take part in one `Game` at an instance (1 without it).
     """
 
     max_turns: int
@@ -152,14 +153,15 @@ class Suite(Protocol):
     def episode(self, instance_id: str) -> Episode | AgentEpisode | Game:
         """Start a fresh attempt at an instance.
 
-        A suite that names them also gets `seed`, an integer that differs for each attempt and is reproducible
-        from the run's seed, and `attempt`, the number of the attempt among its siblings, from 0.
+        A suite whose method has these parameters also gets `seed`, an integer that differs for each attempt
+        and is reproducible from the run's seed, and `attempt`, the number of the attempt in its group, from
+        0.
         """
         ...
 
 
 def train_stages(suite: Suite) -> Sequence[Sequence[str]]:
-    """Return the training instances by the stages of the suite's curriculum; without one they are one."""
+    """Return the training instances by stage of the suite's curriculum; one stage without a curriculum."""
     stages = getattr(suite, "train_stages", None)
     return [suite.instance_ids(TRAIN)] if stages is None else stages()
 
@@ -176,7 +178,7 @@ def seats_of(episode: Any) -> Sequence[Any]:
 
 
 def start_episode(suite: Suite, instance_id: str, *, seed: int, attempt: int) -> Any:
-    """Start an attempt with those of seed and attempt that `suite.episode` names."""
+    """Start an attempt, with seed and attempt if `suite.episode` has such parameters."""
     return suite.episode(instance_id, **named_by(suite.episode, seed=seed, attempt=attempt))
 
 
@@ -193,7 +195,7 @@ def close_episode(episode: Episode | Game) -> Any:
 
 
 def named_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that the signature of a function names.
+    """Return those of the arguments that a function has parameters for.
 
     >>> named_by(lambda seed: ..., seed=1, attempt=2)
     {'seed': 1}
@@ -212,7 +214,7 @@ class CountsSandbox(Protocol):
 
 
 class SplitTable:
-    """The splits of a suite, from a table of ids by split: `train`, then the held-out sets."""
+    """The splits of a suite, given as a table of ids by split: `train`, then the held-out sets."""
 
     def __init__(self, ids: Mapping[str, Sequence[str]]) -> None:
         self._ids = ids

@@ -1,7 +1,7 @@
-"""What an environment may return: checked in one place, for rehearsals and for rollouts alike.
+"""Checks what an environment returns, in one place for rehearsals and rollouts.
 
 Numbers of NumPy and torch become Python numbers. Any other departure from `envs.base` raises an error with
-the method, the value it returned and a hint. Loads neither library.
+the method, the returned value and a hint. Imports neither library.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def messages_of(returned: Any) -> list[dict[str, Any]]:
 def step_of(returned: Any, *, last: bool = False, rehearsed: bool = False) -> StepResult:
     """Return the result with its reward as a float and its info as JSON values.
 
-    A number is the reward of a last step, a text an observation. The observation of the result is a text or
-    a list of messages. last: the result is of `finish`. rehearsed: refuse an info that is too long to be
-    recorded, which is cut otherwise. Raises ValueError for anything that `envs.base` does not allow.
+    A number becomes the reward of a last step, a text becomes an observation. The observation of the result
+    is a text or a list of messages. last: the result comes from `finish`. rehearsed: refuse an info that is
+    too long to be recorded, instead of cutting it. Raises ValueError for anything that `envs.base` does not
+    allow.
     """
     where = "finish()" if last else "step()"
     plain = _plain(returned)
@@ -149,9 +150,9 @@ def _observation(where: str, returned: Any) -> str | list[dict[str, Any]]:
 
 
 def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[str, Any]:
-    """Return what is recorded of an info, checked now so that the records of the run can be written later.
+    """Return the part of an info that is recorded, checked now so that it can be written later.
 
-    cuts: replace what is too long by its beginning, rather than raise. Raises ValueError for what JSON cannot
+    cuts: shorten values that are too long instead of raising. Raises ValueError for values that JSON cannot
     hold.
     """
     recorded: dict[str, Any] = {}

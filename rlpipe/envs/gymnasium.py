@@ -2,9 +2,9 @@
 
 The first message has the first observation and the actions. Every turn of the model is one action, answered
 by the next observation as `envs.spaces` writes it; with `env.gymnasium.kwargs={render_mode: ansi}` it is the
-environment's own drawing, the highlighted cell in brackets. A turn that names no action is answered by what
-to write, and uses up a turn. Rewards are the steps'. An instance is the seed of `reset`. The info counts
-`score`, the environment's own rewards, and `invalid_turns`.
+environment's text drawing, with the highlighted cell in brackets. A turn that names no action is answered by
+the possible actions, and counts as a turn. Rewards are those of the steps. An instance is the seed of
+`reset`. The info has `score`, the sum of the environment's rewards, and `invalid_turns`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GymnasiumEpisode:
         return opening(self._config, f"{self._show()}\nAnswer with {actions}.")
 
     def step(self, action: str) -> StepResult:
-        """Take the action that the text names. One that names none costs `invalid_reward` and a turn."""
+        """Take the action that the text names; without one, the turn earns `invalid_reward`."""
         try:
             chosen = to_action(self._env.action_space, action, self._names)
         except ValueError as hint:

@@ -1,9 +1,9 @@
 """Single-turn reasoning tasks from reasoning-gym: one question, one answer, one score.
 
-Owns which questions exist. An instance "task:index" is the data set `task` made with seed `index`, and
-"task@level:index" the same at a level of its curriculum. Held-out indices start at 0 whatever the run's seed,
-training ones at (1 + seed) million; a training question that is also held out is left out. Reward is the
-library's own score, 0..1.
+Owns the set of questions. The instance "task:index" is a question of the data set `task`, made with seed
+`index`; "task@level:index" is one at a level of its curriculum. Held-out indices start at 0 for every seed of
+the run, training indices at (1 + seed) million; a training question that is also held out is skipped. The
+reward is the library's score, 0..1.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MathEpisode:
         ]
 
     def step(self, action: str) -> StepResult:
-        """Score the last <answer>...</answer> of the text; none at all scores 0.
+        """Score the last <answer>...</answer> of the text; a text without one scores 0.
 
         Some of the library's scorers raise on an answer they cannot read; that scores 0 and is recorded.
         """
@@ -130,10 +130,10 @@ class MathEpisode:
 
 
 class MathSuite(SplitTable):
-    """A suite of procedural tasks. Splits: `train` and `held_out`, the tasks taking turns in both.
+    """A suite of procedural tasks. Splits: `train` and `held_out`; tasks alternate in both.
 
-    With levels there is a held-out set for each, the highest first, and training goes through them in order
-    (`train_stages`).
+    With levels there is a held-out set for each level, the highest first, and training goes through the
+    levels in order (`train_stages`).
     """
 
     max_turns = 1

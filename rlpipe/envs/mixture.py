@@ -1,7 +1,7 @@
-"""Several environments in one run: a suite that passes everything on to its members.
+"""Several environments in one run: a suite that delegates to its members.
 
-Owns names only. An instance is "MEMBER/ID", a held-out set "MEMBER.SPLIT"; rewards, limits and data are the
-members'. In which order members give prompts is `loop.prompts`' business, from `train_sets`.
+Owns only names: an instance is "MEMBER/ID", a held-out set "MEMBER.SPLIT". Rewards, limits and data belong to
+the members. `loop.prompts` decides the order of their prompts, from `train_sets`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlpipe.envs.contract import step_of
 
 
 class MixtureSuite(SplitTable):
-    """members: share of the prompts, and suite, by name. The first held-out set of the first is primary."""
+    """A suite of members. members: share of the prompts and suite, by name; the first is primary."""
 
     def __init__(self, members: Mapping[str, tuple[float, Suite]]) -> None:
         self._shares = {name: share for name, (share, _) in members.items()}

@@ -2,9 +2,10 @@
 
     an episode: connect to /ws, reset(seed) -> observation, step(action) -> observation, reward, done
 
-Owns the client's side of OpenEnv's protocol (0.10), JSON over a WebSocket; no package of it is needed here.
-The server's `/schema` defines an action: an answer is its one required field, or else a JSON object. One
-that the schema refuses is answered by the reason; any other failure of a server is an InfrastructureError.
+Owns the client's side of OpenEnv's protocol (0.10), JSON over a WebSocket; OpenEnv's package is not needed.
+The server's `/schema` defines actions: an answer is the only required field, or, if there are several, a JSON
+object. An answer that the schema refuses is returned with the reason; any other failure of the server is an
+InfrastructureError.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class OpenEnvEpisode:
             raise InfrastructureError(f"env.openenv.url={config.openenv.url}: {described(error)}") from error
 
     def messages(self) -> list[dict[str, str]]:
-        """Reset the environment, and return its first observation and what an action is."""
+        """Reset the environment; return its first observation and a description of actions."""
         result = self._request("reset", {"seed": self._seed, **self._config.openenv.reset})
         return opening(self._config, f"{self._text(result['observation'])}\n{self._hint}")
 
     def step(self, action: str) -> StepResult:
-        """Send the action that the text is."""
+        """Send the text as an action."""
         try:
             sent = action.strip() if self._kind == "string" else json.loads(action)
             result = self._request("step", {self._field: sent} if self._field else sent)

@@ -1,4 +1,4 @@
-"""Who moves for the other player of a game of two: any legal move, or a function of the user's."""
+"""Opponents in games for two players: random legal moves, or a function of the user."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Rehearses a user's environment with random answers before anything is started.
 
-Every value that it returns is checked by `contract`. A value that fails the check is a ValueError with
-the file and the line that returned or raised it. When the environment raises `InfrastructureError`, its code
-is not at fault: the rehearsal ends there. It runs in a thread, as rollouts do, so that what works only in the
-main thread (signals) fails here.
+`contract` checks every value that the environment returns. A value that fails the check raises ValueError
+with the file and line that returned or raised it. If the environment raises `InfrastructureError`, its code
+is not at fault, and the rehearsal ends. The rehearsal runs in a thread, as rollouts do, so that code which
+works only in the main thread (signals) fails here already.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Prompts(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsed:
-    """Outcome of a rehearsal. steps: that were run. notes: what is allowed and worth a look."""
+    """Outcome of a rehearsal. steps: number of steps run. notes: allowed, but worth checking."""
 
     steps: int = 0
     notes: list[str] = field(default_factory=list)
@@ -83,10 +83,10 @@ def rehearse(
     prompts: Prompts | None = None,
     setting: str = "env.suite",
 ) -> Rehearsed:
-    """Run `episodes` of every split, each step, finish and close.
+    """Run `episodes` of every split: each step, finish and close.
 
-    name, setting: what made the suite, and its setting, for messages. turns: at most so many in an episode
-    (0: max_turns). budget_s: seconds after which no further call is made (0: no limit). timeout_s: limit of a
+    name, setting: of the suite's maker, for messages. turns: maximum number in an episode (0: max_turns).
+    budget_s: seconds after which no further call is made (0: no limit). timeout_s: limit of a
     call that has begun by then (0: none). prompts: renders what the model would read. Raises ValueError.
     """
     turns = min(turns or suite.max_turns, suite.max_turns)
@@ -260,9 +260,9 @@ def call(
     *arguments: Any,
     runner: Runner | None = None,
 ) -> Any:
-    """Call a function of the user's and return its checked result. Raises ValueError with file and line.
+    """Call a function of the user and return its checked result. Raises ValueError with file and line.
 
-    runner: awaits what the function returns, where that is allowed.
+    runner: awaits the function's result, if that is allowed.
     """
     returned, location = _call(where, runner, function, *arguments)
     return _checked(where, location, check, returned)

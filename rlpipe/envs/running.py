@@ -1,4 +1,4 @@
-"""Where code of the user is now: file and line of a thread or coroutine that does not return."""
+"""The present position of user code: file and line of a thread or coroutine that does not return."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlpipe.config.user_code import users_line
 
 
 def line_of_thread(thread: threading.Thread) -> str:
-    """Return "file:line" of the user's code that a thread runs now, with its text in backquotes if known.
+    """Return "file:line" of the user's code that a thread runs, with its text in backquotes if known.
 
-    For code in C it is the line that called it; for an event loop, the line that it waits in.
+    For code in C this is the line that called it; for an event loop, the line in which it waits.
     """
     frame = sys._current_frames().get(thread.ident or 0)
     return users_line([*_frames(frame), *_in_loop(frame)])

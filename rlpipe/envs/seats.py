@@ -3,8 +3,9 @@
     seat 0   messages -> step: move, then wait for the next turn -> step ...
     seat 1   messages: wait for the first turn --------------------> step: move, then wait ...
 
-A seat waits for `game.player` to be its number or `game.done`; every move wakes all. Seats run in one event
-loop, so a game needs no lock. A limit that ends one seat's trajectory ends the game for all: nobody has won.
+A seat waits until `game.player` is its number or `game.done` is true; every move wakes all seats. Seats run
+in one event loop, so a game needs no lock. A limit that ends the trajectory of one seat ends the game for
+all, without a winner.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MakeOpening = Callable[[str], list[dict[str, str]]]
 
 
 class TurnGame(Protocol):
-    """A game between moves. player: whose turn it is. text: what is new to that player. done: it is over."""
+    """A game between two moves. player: who is next. text: what is new to that player. done: it is over."""
 
     player: int
     text: str
@@ -32,12 +33,12 @@ class TurnGame(Protocol):
         ...
 
     def result(self, player: int) -> StepResult:
-        """Return the end of a game that is done for a player."""
+        """Return the last result for a player of a finished game."""
         ...
 
 
 class OneSide:
-    """One side of a game, alone or against an opponent: an episode. seed: by its parity, who begins."""
+    """One side of a game, alone or against an opponent: an episode. seed: its parity decides who begins."""
 
     def __init__(self, game: TurnGame, opening: MakeOpening, opponent: Opponent | None, seed: int) -> None:
         self._game, self._opening, self._opponent = game, opening, opponent

@@ -1,6 +1,6 @@
-"""What environments share whose instances are seeds: their ids and splits, a suite, luck, and the extras.
+"""Shared parts of environments with seeds as instances: ids, splits, a suite, random state, extras.
 
-Held-out seeds start at 0 whatever the run's seed, training ones at (1 + seed) million, so none is in both.
+Held-out seeds start at 0 for every seed of the run, training seeds at (1 + seed) million, so none is in both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SeededSuite(SplitTable):
 
 
 class Luck:
-    """Python's global generator, from which a game draws, as that game alone left it."""
+    """The state of Python's global random generator, kept separately for one game."""
 
     _lock = threading.Lock()
 
@@ -53,7 +53,7 @@ class Luck:
         self._state = random.Random(seed).getstate()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the game, and give others the generator back as it was."""
+        """Call a function of the game with its state of the generator, and restore the previous state."""
         with self._lock:
             before = random.getstate()
             random.setstate(self._state)

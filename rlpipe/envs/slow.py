@@ -1,7 +1,7 @@
-"""Injected slowness: a suite some of whose episodes wait before they answer an action.
+"""Injected slowness: some episodes of a suite wait before they answer an action.
 
-Wraps any suite and keeps its contract. Which episodes are slow depends on the run's seed, the instance and
-the number of its attempt only, so a run with the same seed repeats them.
+Wraps any suite and keeps its contract. Which episodes are slow depends only on the run's seed, the instance
+and the number of the attempt, so a run with the same seed repeats them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SlowSuite:
-    """A suite some of whose episodes wait before they answer an action."""
+    """A suite in which some episodes wait before they answer an action."""
 
     def __init__(self, suite: Suite, config: InjectionConfig, seed: int) -> None:
         """seed: of the run; with the instance and the number of its attempt it decides what is slow."""

@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as text: what a model reads of an observation, and the action that its answer names.
+"""Gymnasium's spaces as text: the text of an observation, and the action that an answer names.
 
     describe(space)           what an answer must be         "one of left, down, right, up"
     to_text(space, value)     an observation                 "3", "0.12 -1.5", "cards: 17"
@@ -41,9 +41,9 @@ def check_space(space: Any, where: str) -> None:
 
 
 def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
-    """Return the names of the actions of a Discrete space: those given, the environment's, or known ones.
+    """Return the names of a Discrete space's actions: those given, the environment's, or known ones.
 
-    Empty when there are none. Raises ValueError when as many are not given as there are actions.
+    Empty if there are none. Raises ValueError if the number of given names differs from that of actions.
     """
     size = getattr(env.action_space, "n", 0)
     if given and len(given) != size:

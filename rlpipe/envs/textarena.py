@@ -2,10 +2,11 @@
 
     the model's turn -> game -> the opponent's turns -> game -> what the model sees next
 
-The first message has the rules and the game before the model's first turn; later ones what is new since.
-The reward is the game's for the model's side; a game that refuses a turn allows it another, or has it lost.
-The seed, which is the instance, decides the game's luck and the opponent's, and by its parity who begins. In
-self-play the attempts at an instance pair up, each with a trajectory and a reward (`envs.seats`).
+The first message has the rules and the game before the model's first turn; later messages have what happened
+since. The reward is the game's reward for the model's side; a game that refuses a turn either allows another
+one or is lost. The seed, which is the instance, determines the random choices of game and opponent, and its
+parity determines who begins. In self-play the attempts at an instance play in pairs, each with a trajectory
+and a reward (`envs.seats`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def check_textarena(config: EnvConfig) -> None:
 
 
 class TextArenaSuite(SeededSuite):
-    """Games by seed. Those to train on are the policy's against itself where the settings say so."""
+    """Games by seed. With self-play, training games are between the policy and itself."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
         super().__init__(config, seed, partial(TextArenaGame, config))
@@ -40,7 +41,7 @@ class TextArenaSuite(SeededSuite):
         self._opponent = load_opponent(config.textarena.opponent, setting=SETTING)
 
     def players(self, instance_id: str) -> int:
-        """Return how many attempts take part in a game: held-out ones are against the opponent."""
+        """Return how many attempts take part in a game; held-out games are always against the opponent."""
         return 2 if self._self_play and seed_of(instance_id) >= INDEX_STRIDE else 1
 
     def episode(self, instance_id: str) -> OneSide | Seats:

@@ -1,7 +1,8 @@
-"""The event loop in which `async def` methods of environments run: one thread of its own.
+"""The event loop in which `async def` methods of environments run, in a separate thread.
 
 A coroutine that never yields blocks only this loop, never the one that talks to the engine. Flow: a caller in
-another loop awaits `result_of`, and cancelling that cancels the coroutine; one in a thread waits in `run`.
+another loop awaits `result_of`, whose cancellation cancels the coroutine; a caller in a thread waits in
+`run`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class UserLoop:
             return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
 
     async def close(self) -> None:
-        """Cancel what runs, and end the thread; one that never yields is left behind."""
+        """Cancel running coroutines and end the thread; a coroutine that never yields is left behind."""
         loop, self._loop = self._loop, None
         if loop is None:
             return

@@ -1,7 +1,7 @@
-"""A suite that lives outside the package: imported by name, made, and checked before any episode starts.
+"""A suite outside the package: imported by name, made, and checked before any episode starts.
 
-`env.suite` names a maker of suites, or a class with only `messages` and `step`: `ClassSuite` then makes an
-episode of it for each seed.
+`env.suite` names a function that makes a suite, or a class with only `messages` and `step`, of which
+`ClassSuite` makes an episode for each seed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
 
 
 class ClassSuite(SplitTable):
-    """A suite of a class whose objects are episodes; an instance "seed:N" is the seed N.
+    """A suite made from a class of episodes; the instance "seed:N" is the seed N.
 
-    Siblings have one seed, so that they can be compared. The constructor gets those of `seed`, `attempt` (0
-    to group_size - 1), `instance_id` and `options` that it names. A class may have `max_turns`, `tools` and a
+    Siblings have the same seed, so that they can be compared. The constructor may have any of the parameters
+    `seed`, `attempt` (0 to group_size - 1), `instance_id` and `options`. A class may have `max_turns`,
+    `tools` and a
     static method `score_group`.
     """
 

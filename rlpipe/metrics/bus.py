@@ -41,9 +41,9 @@ Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Somewhere metrics go. All methods run on the sink's own thread and may block or raise.
+    """A destination of metrics. All methods run on the sink's own thread and may block or raise.
 
-    A sink takes what it has a method for:
+    A sink receives what it has a method for:
         record(Record): one committed step: STEP, time (unix seconds) and metrics. A metric is a float, None
             if it is not finite, {"edges": ..., "counts": ...} if it is a histogram.
         event(Record): one event: time, kind, level and fields.
@@ -111,7 +111,7 @@ class MetricsBus:
                 worker.put("spans", spans)
 
     def peek(self, step: int) -> Record:
-        """Return what was observed of an open step so far, as its record would have it."""
+        """Return the values of an open step so far, in the form of a record."""
         with self._lock:
             values = dict(self._open.get(step, {}))
         return {STEP: step, **dict(observed(values))}
@@ -152,7 +152,7 @@ class MetricsBus:
             worker.put("event", event)
 
     def progressed(self) -> None:
-        """Record progress of the run; events and steps do that by themselves."""
+        """Record progress of the run; events and steps count as progress anyway."""
         self._progress = time.monotonic()
 
     def quiet_seconds(self) -> float:
@@ -162,7 +162,7 @@ class MetricsBus:
     def take_back(self, timeout: float = 15.0) -> None:
         """Drop the values of open steps, and wait until every sink has received the committed records.
 
-        For a run that returns to a checkpoint; waits at most `timeout` seconds for all sinks.
+        Used when a run returns to a checkpoint; waits at most `timeout` seconds for all sinks.
         """
         with self._lock:
             self._open.clear()
@@ -191,7 +191,7 @@ class MetricsBus:
                 )
 
     def disk_full(self, sink: str, error: Exception) -> None:
-        """Report that a sink, or another writer, had no space on the disk; the first report is recorded."""
+        """Report that a sink, or another writer, found the disk full; only the first report is recorded."""
         with self._lock:
             first, self._disk_was_full = not self._disk_was_full, True
         if first:

@@ -1,8 +1,8 @@
 """Metrics of the trajectories of training steps and of validation. No torch.
 
 Owns the counting; the controller decides when to count. Entropy, acceptance, staleness and reward all come
-from the same trajectories, the ones of the step, so that they can be compared with one another. Masked
-trajectories (infrastructure failures) enter only `env/masked`, `env/retries` and `env/exit/*`.
+from the trajectories of the same step, so that they can be compared. Masked trajectories (infrastructure
+failures) enter only `env/masked`, `env/retries` and `env/exit/*`.
 
 Reads from `Trajectory.info`: submitted, changed (bool), exit_reason, tamper (str), retries (int),
 sandbox_seconds (float). Every other number there becomes a metric by its name, see `InfoMetrics`.
@@ -164,7 +164,7 @@ class InfoMetrics:
         return {f"env/info/{name}": mean for name, mean in self._means(trajectories).items()}
 
     def validation(self, split: str, trajectories: Sequence[Trajectory]) -> dict[str, Value]:
-        """Return the same of a held-out set."""
+        """Return the same for a held-out set."""
         return {f"val/{split}/info/{name}": mean for name, mean in self._means(trajectories).items()}
 
     def _means(self, trajectories: Sequence[Trajectory]) -> dict[str, Mean]:
@@ -220,8 +220,8 @@ def _entropy(trajectories: Iterable[Trajectory]) -> Mean:
 def distinct_tokens(trajectories: Iterable[Trajectory]) -> Mean:
     """Return the share of sampled tokens that differ from the `_WINDOW` - 1 tokens before them in their turn.
 
-    A window makes it independent of the length of turns; text that falls into repetition lowers it. Turns are
-    apart because an agent that calls the same tool again repeats nothing within a turn.
+    The window makes the share independent of the length of turns; repetitive text lowers it. Turns are
+    counted separately, because an agent that calls the same tool again repeats nothing within a turn.
 
     Source: the moving-average type-token ratio, Covington & McFall 2010, counted by token.
     """

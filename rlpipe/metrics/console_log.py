@@ -1,6 +1,6 @@
-"""The console of a run as a file: `console.log`, one plain line per step or event, with the time of each.
+"""The console of a run as a file: `console.log`, one plain line per step or event, each with its time.
 
-Starts of one run directory follow one another in it. What the console leaves out is in `events.jsonl`.
+Every start of a run appends to it. Events that the console does not show are in `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "console.log"
 
 
 class ConsoleLog(ConsoleSink):
-    """Appends the lines of a run that is not watched on a terminal to a file."""
+    """Appends the plain console lines of a run to a file."""
 
     name = NAME
 

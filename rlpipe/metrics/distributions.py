@@ -68,7 +68,7 @@ SKETCH_PARTS = ("count", "mean", "min", *QUANTILES, "max")
 
 @dataclass(slots=True)
 class Sketch:
-    """Quantiles of anything, within 1% of the true value (DDSketch: Masson, Rim, Lee 2019, Section 2).
+    """Quantiles of any numbers, within 1% of the true value (DDSketch: Masson, Rim, Lee 2019, Section 2).
 
     x > 0 falls in bin i = ceil(log x / log g), g = (1 + e) / (1 - e), whose estimate 2 g^i / (g + 1) is
     within e x of it. Merging adds the counts of equal bins: it is exact, in any order.

@@ -1,8 +1,8 @@
 """The Prometheus endpoint: http://HOST:PORT/metrics has the newest value of every metric; /healthz the state.
 
 Owns the server and the names: `spec/acceptance_length` is the gauge `rlpipe_spec_acceptance_length`, its
-help text the declaration. A value stays until a newer one comes, so validation is there between two
-validations. Events are counted by kind and level. A scrape reads what is in memory and never waits.
+help text the declaration. A value stays until a newer one replaces it, so validation rewards are also served
+between validations. Events are counted by kind and level. A scrape reads what is in memory and never waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlpipe.metrics.names import declared
 
 
 class PrometheusSink:
-    """host, port: the address of the endpoint; with port 0 a free one is used, which `port` then holds.
+    """The endpoint. host, port: its address; with port 0 a free one is used, which `port` then holds.
 
     dashboard: file for Grafana's dashboard of these metrics; None for none. run: its name. quiet_s: seconds
     without a step after which /healthz answers 503 (0: never), three times as many before the first step.

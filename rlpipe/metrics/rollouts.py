@@ -56,7 +56,7 @@ class RolloutFiles:
         self._folder, self._count, self._recorder = run_dir / FOLDER, count, recorder
 
     def recorded(self, groups: Sequence[Group]) -> list[Trajectory]:
-        """Return the trajectories that `write` records of a step's groups."""
+        """Return the trajectories of a step's groups that `write` would record."""
         return [group.trajectories[0] for group in groups[: self._count] if group.trajectories]
 
     def write(self, step: int, groups: Sequence[Group], trainer_version: int) -> None:

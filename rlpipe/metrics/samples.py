@@ -1,7 +1,7 @@
-"""One answer of each validated set, for people to read. No torch.
+"""One answer from each validated set, for people to read. Imports no torch.
 
-Owns what the event `sample` has. The instance is the first of its set, so that the answers of one run can be
-compared: what the model wrote before training, and after.
+Owns the fields of the event `sample`. The instance is always the first of its set, so that the model's
+answers before and after training can be compared.
 """
 
 from __future__ import annotations

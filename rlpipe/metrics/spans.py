@@ -1,4 +1,4 @@
-"""Spans of an actor's work, and the share of the time in which work of a kind was going.
+"""Spans of an actor's work, and the share of time that is spent on each kind of work.
 
 Owns measuring; `trace` writes the file. One `SpanLog` per actor (a rollout worker, a trainer rank, the
 controller); concurrent work of one actor is in separate lanes, so the spans of a lane never overlap. Flow:
@@ -6,8 +6,8 @@ controller); concurrent work of one actor is in separate lanes, so the spans of 
     with log.lane() as lane:  with lane.span("generate", turn=0): ...
     log.drain() -> {"trace/...": Spans, "perf/utilisation/...": Ratio}  with the actor's other metrics
 
-A span enters the trace when it ends; utilisation counts it while it is open, so a step has a figure even if
-no span ends in it. Clocks: seconds since 1970, taken once per process and continued monotonically.
+A span enters the trace when it ends; utilisation counts it while it is open, so every step has a value even
+if no span ends in it. Clocks: seconds since 1970, taken once per process and continued monotonically.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Lane:
 
     @contextmanager
     def span(self, what: str, **details: object) -> Iterator[None]:
-        """Record the block as one span; details are displayed when it is selected (numbers, short texts)."""
+        """Record the block as one span; Perfetto shows its details when the span is selected."""
         begin, before = self._log._begin(what), self.work
         self.work = what
         try:

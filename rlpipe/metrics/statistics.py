@@ -36,7 +36,7 @@ class Interval:
         return Interval(self.value * factor, min(ends), max(ends))
 
     def widened(self, *, down: float, up: float) -> Interval:
-        """Return the interval with independent errors added below and above, as squares (MOVER)."""
+        """Return the interval widened by independent errors below and above, added in quadrature (MOVER)."""
         low, high = hypot(self.value - self.low, down), hypot(self.high - self.value, up)
         return Interval(self.value, self.value - low, self.value + high)
 

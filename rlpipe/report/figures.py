@@ -48,7 +48,7 @@ def _plots() -> list[dict[str, Any]]:
 
 
 def window(runs: Sequence[RunData]) -> int:
-    """Return the steps per point of a plot: 1, or more where a run has over MAX_POINTS steps."""
+    """Return the number of steps per point of a plot: 1, or more if a run has over MAX_POINTS steps."""
     return max(1, ceil(max((run.steps for run in runs), default=0) / MAX_POINTS))
 
 

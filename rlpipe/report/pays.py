@@ -1,7 +1,8 @@
-"""Does drafting pay here? The acceptance that a machine's step times ask for, against that of a run.
+"""Does drafting pay here? Compares the acceptance that a machine's step times require with a run's.
 
-With c the time of a step with gamma drafts over that of one without, drafting is faster where the tokens per
-verify step exceed c. Step times: `spec/step_seconds/...`, measured when the engine started. Tokens per step:
+Let c be the time of a step with gamma drafts divided by that of a step without. Drafting is faster if the
+tokens per verify step exceed c. Step times: `spec/step_seconds/...`, measured when the engine started. Tokens
+per step:
 from the acceptance by depth of the run's last steps, 1 + a_1 + a_1 a_2 + ...
 """
 
@@ -24,9 +25,9 @@ EVEN = 0.02  # a gain or loss of less is called even
 class Pay:
     """Whether gamma drafts pay at a batch.
 
-    cost: of a step, relative to one without drafts. needed: acceptance at every depth that breaks even; None
-    where even accepting all drafts loses. tokens: per verify step, at the run's acceptance. measured: the
-    acceptance that gives as many tokens if it is the same at every depth.
+    cost: of a step, relative to one without drafts. needed: acceptance, equal at every depth, at which
+    drafting breaks even; None if it is slower even when all drafts are accepted. tokens: per verify step, at
+    the run's acceptance. measured: the acceptance, equal at every depth, that gives this number of tokens.
     """
 
     batch: int

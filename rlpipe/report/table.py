@@ -1,4 +1,4 @@
-"""A table of run directories for a terminal: what ran, how far it came, and what came of it."""
+"""A table of run directories for a terminal: the run, its progress and its result."""
 
 from __future__ import annotations
 

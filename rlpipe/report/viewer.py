@@ -1,7 +1,7 @@
 """The trajectories of the report's viewer: their selection, and the rows that the page displays.
 
-Owns reading rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl where a run
-recorded no tokens; the page does the colouring. Flow: files spread evenly over the run -> rows -> the page.
+Reads rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl if a run recorded
+no tokens; the page colours the tokens. Flow: files spread evenly over the run -> rows -> the page.
 
 A row: {run, step, instance_id, group, reward, siblings, status, turns}. The last turn may be the verifier's:
 the details of the grading in `info`. Where a record has no rewards of siblings, they are the other rows of

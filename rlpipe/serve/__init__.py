@@ -2,6 +2,6 @@
 
     HTTP (`server`) -> dialect (`chat`, `responses`, `messages`, `generate`) -> `Session` -> the engine
 
-Owns HTTP, dialects and the recording of conversations (`session`). How turns are generated and rewarded is
-the collector's (`rlpipe.rollout.collector`), what an agent is `rlpipe.envs.agent`'s.
+Owns HTTP, dialects and the recording of conversations (`session`). The collector (`rlpipe.rollout.collector`)
+generates and rewards turns, and `rlpipe.envs.agent` runs agents.
 """

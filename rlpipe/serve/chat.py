@@ -55,7 +55,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def chosen_tools(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools that the model may call. Raises ApiError for a choice that nothing can enforce."""
+    """Return the tools that the model may call. Raises ApiError for a choice that cannot be enforced."""
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind not in (None, "auto", "none"):
@@ -64,7 +64,7 @@ def chosen_tools(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[d
 
 
 def overridden(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of sampling settings in a body that the run decides instead."""
+    """Return the names of sampling settings in a body that are ignored, because the run sets them."""
     return tuple(
         name
         for name, neutral in _SAMPLING.items()
@@ -122,7 +122,7 @@ def error(failure: ApiError) -> dict[str, Any]:
 
 
 def usage(replies: list[Reply]) -> dict[str, Any]:
-    """Return the tokens of an answer; the prompt counts once."""
+    """Return the token counts of an answer; the prompt counts once."""
     prompt, completion = replies[0].prompt_tokens, sum(len(reply.ids) for reply in replies)
     return {
         "prompt_tokens": prompt,

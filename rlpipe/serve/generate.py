@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: vLLM's `/inference/v1/generate`, as renderers and verifiers call it."""
+"""Token ids in and out: vLLM's `/inference/v1/generate`, which renderers and verifiers call."""
 
 from __future__ import annotations
 

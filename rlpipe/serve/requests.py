@@ -1,7 +1,7 @@
-"""What dialects turn requests into, and what a session answers: messages, requests, replies, errors.
+"""The common form of all dialects: messages, requests, replies, errors.
 
-Owns the form of a message: a role and a text, and for tools their calls. Whatever else a client sends in a
-message (annotations, refusals that are null) is not part of a conversation and is dropped.
+Owns the form of a message: a role, a text and tool calls. Other fields that a client sends in a message
+(annotations, refusals that are null) are not part of a conversation and are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class ApiError(Exception):
-    """A request that gets an error as its answer. status: of HTTP. code: for programs."""
+    """A request that is answered with an error. status: HTTP status. code: error code for programs."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -31,10 +31,10 @@ class ApiError(Exception):
 class ChatRequest:
     """One request for turns of a conversation.
 
-    messages: as `message_of` returns them. tools: OpenAI's schemas. n: turns wanted, all of them
-    alternatives. max_tokens: of each (None: the run's limit). stop: texts that end a turn. top_logprobs:
-    alternatives wanted with each token. overridden: settings of the client that the run decides instead, as
-    temperature.
+    messages: as `message_of` returns them. tools: OpenAI's schemas. n: number of alternative turns.
+    max_tokens: limit of each (None: the run's limit). stop: texts that end a turn. top_logprobs: number of
+    alternatives to return with each token. overridden: settings of the client that are ignored because the
+    run sets them, such as temperature.
     """
 
     messages: list[Message]
@@ -60,8 +60,8 @@ class Reply:
     """One turn.
 
     content: its text without calls. finish: "stop", "length" or "tool_calls". ids, logprobs: of its tokens,
-    its stop token included; texts: of each token; top: [(text, logprob), ...] of each. prompt_tokens: before
-    it. cached_tokens: of these, the ones that were recorded before.
+    its stop token included; texts: of each token; top: [(text, logprob), ...] of each. prompt_tokens: number
+    of tokens before the turn. cached_tokens: how many of these were recorded before.
     """
 
     content: str
@@ -76,7 +76,7 @@ class Reply:
 
 
 def message_of(given: Any, where: str = "messages") -> Message:
-    """Return a chat message as templates read it. Raises ApiError for anything else.
+    """Return a chat message in the form that templates read. Raises ApiError for anything else.
 
     >>> message_of({"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "name": None})
     {'role': 'system', 'content': 'Be brief.'}
@@ -130,7 +130,7 @@ def list_of(value: Any, where: str) -> Sequence[Any]:
 
 
 def count_of(body: Mapping[str, Any], *names: str, least: int, most: int) -> int | None:
-    """Return the first of some fields that is there, a whole number in bounds; None without any.
+    """Return the first field that is present, an integer within bounds; None if none is present.
 
     Raises ApiError for anything else.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's responses, without what a server would have to remember: requests in, answers and streams out."""
+"""OpenAI's responses without features that need stored state: requests in, answers and streams out."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@
     key of an attempt: `Authorization: Bearer KEY`, `x-api-key: KEY`, or the path /session/KEY/...
     POST /v1/chat/completions, /v1/responses, /v1/messages, /inference/v1/generate; GET /v1/models, /health
 
-A key is made for each attempt and dies with it. A request that cannot be answered gets an error in the form
-of its dialect: 400 malformed, or over a limit of the attempt, 401 without a key of an attempt that runs, 408
-not sent in time, 413 too large, 429 too many at once, 503 the engine failed. Streams begin at once and are
-kept alive while a turn is generated; a turn arrives as a whole. A client that leaves ends its request.
+A key is made for each attempt and is valid until the attempt ends. A request that cannot be answered gets an
+error in the form of its dialect: 400 malformed, or beyond a limit of the attempt; 401 no key of a running
+attempt; 408 not sent in time; 413 too large; 429 too many at once; 503 the engine failed. Streams begin at
+once and are kept alive while a turn is generated, but a turn arrives all at once. A client that disconnects
+ends its request.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class AgentServer:
         self._starting = asyncio.Lock()
 
     async def open(self, attempt: AgentAttempt) -> Session:
-        """Serve an attempt from here on."""
+        """Start to serve an attempt."""
         async with self._starting:
             if self._runner is None:
                 await self._start()

@@ -3,15 +3,15 @@
     request -> plan: which recorded turn does it continue? -> generate -> record -> reply
 
 A turn is recorded with the ids that the engine sampled, and never encoded again. A request continues a
-recorded turn if its messages begin with the recorded ones, and if the chat template writes the whole
-conversation exactly as the recorded tokens read: then only the text after them is encoded. Any other request
-(an edited or compacted history, a retry, a parallel request, a template that drops earlier thinking) begins a
-further segment of the trajectory; one that repeats recorded tokens has them as context. `drift` counts the
-requests that bring turns back and do not continue the last of them.
+recorded turn if its messages begin with the recorded ones, and if the chat template renders the conversation
+exactly as the recorded tokens; then only the text after them is encoded. Any other request (an edited or
+compacted history, a retry, a parallel request, a template that drops earlier thinking) begins a further
+segment of the trajectory; recorded tokens that it repeats are its context. `drift` counts the requests that
+send turns back but do not continue the last one.
 
-Invariants: tokens of a segment are those of its requests' prompts, in order; every sampled token is in one
-segment as sampled; a turn that one request continues is continued by no other. A request that ends early
-(its client left) leaves nothing behind.
+Invariants: tokens of a segment are those of its requests' prompts, in order; every sampled token counts as
+sampled in exactly one segment; a turn is continued by at most one request. A request that ends early (its
+client disconnected) records nothing.
 """
 
 from __future__ import annotations

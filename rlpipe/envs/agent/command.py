@@ -3,8 +3,8 @@
     sandbox: starts as _START -> listens at the endpoint's port in its own network -> becomes the command
     this process: gets that listening socket -> the endpoint answers there, so nothing else can be reached
 
-Owns what the command sees: /usr, its own environment and files read-only, the task, and a work tree. Nothing
-that grades it is there, and whatever it started has ended before it is graded.
+Owns what the command sees: /usr, its virtual environment and its files, all read-only, the task, and a work
+tree. Nothing that grades it is visible, and every process that it started has ended before it is graded.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _threads = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="agent")
 class SandboxedCommand:
     """An agent that is a command. secret: files of this machine that it must not read.
 
-    Raises ValueError when the command line is none, or cannot run in the sandbox.
+    Raises ValueError if the command line is invalid, or cannot run in the sandbox.
     """
 
     def __init__(self, config: EnvConfig, secret: Sequence[Path] = ()) -> None:
@@ -104,7 +104,7 @@ class SandboxedCommand:
         self._path = f"{program.parent}:{_PATH}"
 
     def check(self) -> None:
-        """Start a sandbox and look whether the program is in it. Raises ValueError."""
+        """Start a sandbox and check that the program is visible in it. Raises ValueError."""
         check_sandbox(self._limits)
         box = self._box({}, {})
         try:
@@ -126,9 +126,9 @@ class SandboxedCommand:
     async def run_on(
         self, tree: Tree, address: AgentAddress, task: dict[str, Any]
     ) -> tuple[str | None, Tree]:
-        """Run it in a work tree; return what it printed, and the tree that it leaves.
+        """Run the command in a work tree; return its output, and the tree that it leaves.
 
-        Raises RuntimeError, with the end of its errors, when it fails; InfrastructureError when the sandbox
+        Raises RuntimeError, with the end of its error output, if it fails; InfrastructureError if the sandbox
         does.
         """
         over, loop = threading.Event(), asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Runs an agent on one task: a command in the sandbox (`command`), or a function of this process.
 
-Owns the input of a function (base URL, key, task) and its answer. It runs with the user's rights and
-could read whatever grades it, so a function is for trusted code that does not carry out what a model writes.
+Owns the input of a function (base URL, key, task) and its answer. A function runs with the user's rights and
+could read what grades it, so it is for trusted code that does not execute what a model writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = ("base_url", "api_key", "task", "root_url")
 
 
 def load_agent(config: EnvConfig, secret: Sequence[Path] = ()) -> Program:
-    """Return the program that `env.agent.run` names. Raises ValueError when it is none, or cannot run.
+    """Return the program that `env.agent.run` names. Raises ValueError if it is not a program, or cannot run.
 
     secret: files that a command must not read.
     """

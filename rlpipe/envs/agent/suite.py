@@ -2,8 +2,8 @@
 
     run_agent(address) -> the agent calls the endpoint until it is done -> answer --step--> reward
 
-An instance is a row, as of the environment `function`, and the answer is scored as there. The agent gets the
-prompt and the columns of the row except those that the reward reads: it is not handed the right answer.
+An instance is a row, and its answer is scored, as in the environment `function`. The agent gets the prompt
+and the columns of the row except those that the reward reads, so it does not see the right answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRADING = ("reward_model", "extra_info")  # columns of verl's layout that hold 
 
 
 def grading_files(config: EnvConfig) -> list[Path]:
-    """Return the files of this machine that grade an agent: its rows, and where its reward functions are."""
+    """Return the files that grade an agent: its rows, and those with its reward functions."""
     data, reward = config.function.data, config.function.reward
     names = [data.train, data.held_out_name]
     names += [one.name.rpartition(":")[0] for one in weighted_rewards(reward)] if reward else []
@@ -47,7 +47,7 @@ class AgentEpisode(FunctionEpisode):
         self._program, self._task = program, task
 
     def run_agent(self, address: AgentAddress) -> str | Awaitable[str | None] | None:
-        """Have the agent work on the task; return its answer."""
+        """Let the agent work on the task; return its answer."""
         return self._program(address, self._task)
 
 

@@ -1,9 +1,9 @@
-"""The reward `code_tests`: whether the Python code in a completion passes the row's tests.
+"""The reward `code_tests`: 1 if the Python code in a completion passes the row's tests.
 
-The code is the last fenced block of the completion, or all of it. It runs as `solution.py` in one sandbox and
-the tests in another, which reach each other by calls only (`rlpipe.envs.swe.grader`), so that code cannot
-change or read what grades it. Tests come as a list of assert statements (MBPP's `test_list`), as a text of
-such statements, or as a unittest module that imports from `solution`.
+The code is the last fenced block of the completion, or all of it. It runs as `solution.py` in one sandbox,
+and the tests run in another. The two communicate only by calls (`rlpipe.envs.swe.grader`), so that the code
+cannot change or read what grades it. Tests come as a list of assert statements (MBPP's `test_list`), as a
+text of such statements, or as a unittest module that imports from `solution`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def code_tests(
 
 
 def unittest_module(tests: Any) -> tuple[str, tuple[str, ...]]:
-    """Return a unittest module and the ids of its tests. Raises ValueError for what is neither form.
+    """Return a unittest module and the ids of its tests. Raises ValueError for tests in another form.
 
     >>> unittest_module(["assert double(2) == 4"])[1]
     ('test_solution.Tests.test_0',)

@@ -1,4 +1,4 @@
-"""What a row of a data set means: the prompt of an episode, and what its reward is computed from.
+"""The meaning of a row of a data set: the prompt of an episode, and the values for its reward.
 
 Owns the names of columns, templates, and the checks of single rows. The layouts of other libraries are
 recognised: TRL's (`prompt` as text or messages, anything else a column) and verl's (`data_source`, `prompt`
@@ -75,7 +75,7 @@ class Reader:
 
     @property
     def columns(self) -> str:
-        """Say where prompts and answers come from."""
+        """Return a sentence on the columns that prompts and answers come from."""
         answers = self.answer_column or ("reward_model.ground_truth" if _is_verl(self._rows) else "none")
         return f"prompt: {self.prompt_column or 'data.template'}, answer: {answers}"
 
@@ -139,7 +139,7 @@ class Reader:
 
 
 def prompt_of(what: str, value: Any) -> str | list[Message]:
-    """Return a prompt as text or as messages with a text each. Raises ValueError for anything else."""
+    """Return a prompt as a text, or as messages that each have a text. Raises ValueError otherwise."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{what} is empty. Write a prompt, or leave such rows out with data.filter.")
@@ -262,5 +262,5 @@ def _is_verl(rows: Rows) -> bool:
 
 
 def fingerprint(example: Example) -> int:
-    """Return a number that prompts share when they differ in white space only."""
+    """Return a number that is equal for prompts that differ only in white space."""
     return hash(" ".join(" ".join(f"{m['role']} {m['content']}" for m in example.messages).split()))

@@ -1,7 +1,7 @@
 """Reward functions that come with rlpipe, by the name that `reward` gives them.
 
-Each is made from its options (`reward={NAME: {option: value}}`), checked before anything starts, and is then
-a function of our own form. The libraries do the work: math-verify, jsonschema, reasoning-gym.
+Each is made from its options (`reward={NAME: {option: value}}`), which are checked before anything starts,
+and has rlpipe's own form. Libraries do the work: math-verify, jsonschema, reasoning-gym.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 def make_ready(setting: Weighted, env: EnvConfig, columns: Sequence[str]) -> Score:
-    """Make a ready function. Raises ValueError for its options, or what it needs of data and machine."""
+    """Make a built-in function. Raises ValueError if its options, the data or the machine do not suit."""
     make, takes = READY[setting.name]
     for option in setting.options:
         if option not in takes:

@@ -29,7 +29,7 @@ _ROWS = 1000  # rows of each split at most
 
 
 def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = CALL_S) -> list[str]:
-    """Score made-up answers for about `budget_s` seconds; return what a person should know.
+    """Score made-up answers for about `budget_s` seconds; return sentences for a person to read.
 
     call_s: seconds that one call may take. Raises ValueError for a function that fails or returns no reward.
     """

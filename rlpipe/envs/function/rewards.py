@@ -1,8 +1,8 @@
 """Calls reward functions on the answers to one prompt, and adds them up by their weights.
 
-A function sees all answers at once or one after another, as its form says (`signature`). Each function's own
-reward is recorded as `reward_NAME`; what else it reports (verl's dict, TRL's log_metric and log_extra) is
-recorded by its name. Coroutines run in one event loop of this process.
+A function gets all answers at once or one after another, depending on its form (`signature`). The reward of
+each function is recorded as `reward_NAME`, and other values that it reports (verl's dict, TRL's log_metric
+and log_extra) under their names. Coroutines run in one event loop of this process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOP = UserLoop()  # of coroutines: one, so that their clients may stay open
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """A function's score of one answer. value: None where it does not apply."""
+    """A function's score for one answer. value: None if the function does not apply."""
 
     value: float | None
     info: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Reward:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One call of a reward function. logged: what TRL's log_metric and log_extra were called with."""
+    """One call of a reward function. logged: values that it passed to TRL's log_metric and log_extra."""
 
     reward: Reward
     example: Example
@@ -68,7 +68,7 @@ class Call:
         return functools.partial(self.reward.function, **self.arguments())
 
     def invoke(self) -> Any:
-        """Call the function, and await what it returns; not checked."""
+        """Call the function and await its result, without checking it."""
         returned = self.prepared()()
         return LOOP.run(returned) if inspect.isawaitable(returned) else returned
 
@@ -187,9 +187,10 @@ def _recorded(value: Any) -> Any:
 def total(
     rewards: Sequence[Reward], scores: Sequence[Sequence[Score]], place: str
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Add the scores of all functions up; return (reward, info) of each answer.
+    """Add up the scores of all functions; return (reward, info) of each answer.
 
-    scores: for each function, one of each answer. Raises ValueError where no function applies.
+    scores: for each function, the score of each answer. Raises ValueError if no function applies to an
+    answer.
     """
     totals = []
     for of_answer in zip(*scores, strict=True):

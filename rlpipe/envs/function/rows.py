@@ -1,8 +1,8 @@
 """Reads a data set: rows by number, each with a place in its file for messages.
 
-Owns formats and what can be wrong with a file; what a row means is up to `examples`. Nothing of a JSONL file
-but the positions of its lines stays in memory, parquet and Hugging Face data sets stay in Arrow's tables;
-JSON, CSV and .gz are held as Python objects, so that large ones are refused with a hint.
+Owns file formats and their errors; `examples` interprets rows. Of a JSONL file only the positions of lines
+are kept in memory, and parquet and Hugging Face data sets stay in Arrow's tables. JSON, CSV and .gz files are
+held as Python objects, so large ones are refused with a hint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GZIP = b"\x1f\x8b"
 
 
 class Rows:
-    """A data set. name: as in the settings. columns: of its first row, or of all if the format lists them."""
+    """A data set. name: as in the settings. columns: of its first row, or all that its format lists."""
 
     def __init__(
         self, name: str, rows: Sequence[Row], columns: Sequence[str], place: Callable[[int], str]

@@ -6,7 +6,7 @@
 | verl | solution_str; data_source, ground_truth, extra_info if named    | answer | a number, or a dict   |
 | TRL  | completions; prompts, completion_ids or a column if named       | group  | a list, with None too |
 
-Owns which arguments a function gets; `rewards` makes their values.
+Decides which arguments a function gets; `rewards` makes their values.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any], where: str, columns: Sequence[str]) -> Signature:
-    """Read the form of a reward function. Raises ValueError where it is not clear, or asks for too much.
+    """Return the form of a reward function. Raises ValueError if it is unclear, or has unknown parameters.
 
     where: the function and its file, for messages. columns: those of the data set.
     """

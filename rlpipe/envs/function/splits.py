@@ -1,7 +1,7 @@
 """Which rows are trained on and which are held out, after every row was read and checked once.
 
 Flow: each row -> data.filter -> its example (checked) -> shuffled -> data.limit -> train and held-out rows.
-What a person should know of that (rows left out, duplicates, a leak) is collected as sentences.
+Findings for a person (rows left out, duplicates, a leak) are collected as sentences.
 """
 
 from __future__ import annotations

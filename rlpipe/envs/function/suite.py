@@ -1,7 +1,8 @@
 """Single-turn episodes over the rows of a data set, rewarded by functions.
 
 An instance is a row: "train/17" is the 17th row of the data set to train on. Rows are read when an episode
-starts; which of them exist is worked out once, where a run is launched, when `instance_ids` is first called.
+starts. Which rows are used is determined once, in the process that launches the run, when `instance_ids` is
+first called.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HELD_OUT = "held_out"
 class FunctionEpisode:
     """One answer to one prompt.
 
-    grouped: the answer is scored with its siblings, once all of them are there.
+    grouped: the answer is scored together with its siblings, once all of them have finished.
     """
 
     def __init__(self, example: Example, rewards: Sequence[Reward], *, grouped: bool) -> None:
@@ -43,7 +44,7 @@ class FunctionEpisode:
         return StepResult(done=True, reward=reward, info=info | {"submitted": True})
 
     def finish(self) -> StepResult:
-        """End without an answer; every first turn is an answer, so that this is not reached."""
+        """End without an answer; never called in practice, because every first turn is an answer."""
         return StepResult(done=True, reward=0.0, info={"submitted": False})
 
     def close(self) -> None:
@@ -53,7 +54,7 @@ class FunctionEpisode:
 class FunctionSuite:
     """The rows of a data set. Splits: `train` and `held_out`. Raises ValueError.
 
-    notes: sentences on the data that a person should read, after `instance_ids` or `drop_long`.
+    notes: sentences on the data for a person to read, filled by `instance_ids` and `drop_long`.
     """
 
     max_turns = 1
@@ -114,9 +115,9 @@ class FunctionSuite:
         return self._readers[table][int(number) - 1]
 
     def drop_long(self, count: Callable[[list[dict[str, str]]], int], limit: int) -> None:
-        """Leave prompts of more than `limit` tokens out. count: tokens of messages, template included.
+        """Leave out prompts of more than `limit` tokens. count: counts tokens of messages, template included.
 
-        Raises ValueError when none is left.
+        Raises ValueError if no prompt is left.
         """
         # A token has at least one byte, so that short prompts need not be encoded.
         overhead = count([{"role": "user", "content": "x"}])

@@ -1,6 +1,6 @@
-"""mini-swe-agent's bubblewrap environment, made fit for commands that a model wrote.
+"""mini-swe-agent's bubblewrap environment, hardened for commands that a model wrote.
 
-Owns what contains one command on this machine; a fresh directory and fresh namespaces every time:
+Owns the containment of one command on this machine, with a fresh directory and fresh namespaces every time:
 
     host -> setpriv (only when we are root) -> bwrap -> sh (process 1) -> bash -c COMMAND, or a program
 
@@ -15,11 +15,11 @@ Owns what contains one command on this machine; a fresh directory and fresh name
 | memory of no process | the filter denies memfds, System V objects, attributes; deleted files of  |
 |                      | open descriptors are watched; pipes: the kernel's 64 MiB for each user    |
 
-Where the kernel lends us control groups (`cgroup`), one of them holds all that belongs to a command, pipes,
-page tables and buffers of sockets included, to its memory, processes and CPU, whatever a burst does.
-Elsewhere the watch has the sum of memory: it looks ten times a second, so a burst may pass the limit for that
-long, and does not see the buffers of sockets (processes x open files x 208 KiB at most); RLIMIT_AS and
-RLIMIT_FSIZE hold at once. The OOM killer is set to start here.
+If the machine allows control groups (`cgroup`), one of them bounds memory, processes and CPU of everything
+that belongs to a command, including pipes, page tables and socket buffers, even in a burst. Otherwise the
+watch bounds the sum of memory. It looks ten times a second, so a burst may exceed the limit for that long,
+and it does not see socket buffers (at most processes x open files x 208 KiB); RLIMIT_AS and RLIMIT_FSIZE act
+at once. The OOM killer is set to choose these processes first.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ echo 1000 > /proc/self/oom_score_adj; "$@"; exit $?"""
 class ContainedBubblewrap(BubblewrapEnvironment):
     """A mini-swe-agent environment over a private work tree, with every resource bounded.
 
-    shown: files and folders of this machine that commands may read besides /usr, at their paths. secret:
-    files below these or /usr that they may not. folders: further trees by the path at which commands read
-    them. Raises OSError when its directory cannot be made or filled.
+    shown: files and folders of this machine, besides /usr, that commands may read at their own paths. secret:
+    files below these or /usr that they may not read. folders: further trees, by the path at which commands
+    read them. Raises OSError when its directory cannot be made or filled.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class ContainedBubblewrap(BubblewrapEnvironment):
     ) -> CommandResult:
         """Run a shell command, or a program with its arguments without a shell.
 
-        output_kb: if not 0, replaces the setting. pass_fds: further descriptors that it inherits. stop: the
-        command ends soon after it returns true. tick_s: seconds between two looks at it.
+        output_kb: if not 0, replaces the setting. pass_fds: further descriptors to inherit. stop: a function;
+        the command is ended soon after it returns true. tick_s: seconds between two checks.
         Raises InfrastructureError when bwrap failed before the command started; OSError as the constructor.
         """
         group = self._group()

@@ -1,9 +1,9 @@
-"""Control groups of the kernel: bounds on memory, processes and CPU that no burst outruns.
+"""Control groups of the kernel: bounds on memory, processes and CPU that hold even in a burst.
 
-Owns which controllers this machine lets us use, and the groups of one command: version 2 where a group
-above ours hands its controllers down, else each hierarchy of version 1 that we may write to, below our own
-group there. A group counts what no process owns as well: tmpfs, pipes, page tables, buffers of sockets.
-Without controllers there are no groups, and the watch over processes is what remains. Imports only
+Owns the choice of controllers that this machine lets us use, and the groups of one command. Version 2 is used
+if a group above ours delegates its controllers, otherwise each hierarchy of version 1 that we may write to,
+below our own group there. A group also counts memory that no process owns: tmpfs, pipes, page tables, socket
+buffers. Without controllers there are no groups, and only the watch over processes remains. Imports only
 the standard library, since `scripts/doctor` runs it before anything is installed.
 """
 
@@ -28,9 +28,9 @@ _numbers = itertools.count()
 
 
 class Group:
-    """The groups of one command, empty. parents: from `controllers`. memory, swap included: bytes.
+    """The groups of one command, created empty. parents: from `controllers`. memory: bytes, swap included.
 
-    processes: threads alive at once. cores: CPU seconds a second. Raises OSError.
+    processes: maximum number of live threads. cores: CPU seconds per second. Raises OSError.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Group:
         return int(dict(line.split() for line in text.splitlines())["oom_kill"]) > 0
 
     def remove(self) -> None:
-        """End whatever is still in the groups and delete them; what the kernel keeps, `sweep` finds."""
+        """End all processes in the groups and delete them; `sweep` removes what the kernel kept."""
         for path in self.paths:
             remove(path)
 
@@ -117,7 +117,7 @@ def groups(prefix: str) -> Iterator[Path]:
 
 @functools.cache
 def controllers() -> dict[str, Path]:
-    """Return the controllers that groups can be made with here: name -> the group to make them in."""
+    """Return the controllers that are usable here: name -> the group in which to make new groups."""
     candidates = parents()
     if not candidates:
         return {}

@@ -1,8 +1,9 @@
 """Docker and Singularity sandboxes for instances that live in an image, as SWE-bench's do.
 
-Owns safe defaults for mini-swe-agent's container environments, which start and remove the container;
-commands run through `run_bounded`, since theirs keep all output. One container serves one episode; those
-that killed runs left are removed before the next. Tested with podman; Singularity only by its arguments.
+Owns safe defaults for mini-swe-agent's container environments, which start and remove the container. Commands
+run through `run_bounded`, because those environments keep all output. One container serves one episode;
+containers left by killed runs are removed before the next. Tested with podman; for Singularity, tests check
+only the arguments.
 """
 
 from __future__ import annotations

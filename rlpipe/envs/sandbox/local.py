@@ -1,6 +1,6 @@
-"""Sandboxes over trees of files on this machine: a value in, a value out, outcomes remembered.
+"""Sandboxes over trees of files on this machine: a tree in, a tree out, with remembered outcomes.
 
-Owns the memo and the sandbox an episode holds. A command is treated as a pure function of (command,
+Owns the memo and the sandbox that an episode holds. A command is treated as a pure function of (command,
 tree); where it is not (`date`, `$RANDOM`), its first outcome is reused for all. Commands that exceeded a
 limit are run again, since that may have been the machine's load.
 """
@@ -42,7 +42,7 @@ class Memo:
             return self._values[key][1]
 
     def put(self, key: Hashable, value: Any, size: int) -> None:
-        """Remember a value of `size` bytes; the least recently used ones leave for it."""
+        """Remember a value of `size` bytes; least recently used values are dropped to make room."""
         with self._lock:
             self._free_bytes += self._values.pop(key, (0, None))[0] - size
             self._values[key] = (size, value)

@@ -1,9 +1,9 @@
 """The system calls that a contained command may not make, as the program bwrap installs (`--seccomp FD`).
 
-Owns the list and its numbers. Denied is what holds memory that no limit of a process sees (System V objects,
-memfds, extended attributes, keys), what leaves the namespaces (kernel keyrings) and what widens the kernel's
-surface without use for honest work. A denied call fails with an errno that programs expect; a foreign
-architecture, whose numbers mean other calls, ends the process.
+Owns the list and its numbers. It denies calls that hold memory outside the limits of a process (System V
+objects, memfds, extended attributes, keys), calls that leave the namespaces (kernel keyrings), and calls that
+widen the kernel's attack surface without use for honest work. A denied call fails with an errno that programs
+expect; a foreign architecture, whose numbers mean other calls, ends the process.
 
 A program is an array of `struct sock_filter {u16 code; u8 jt, jf; u32 k}` over `struct seccomp_data`.
 """

@@ -1,4 +1,4 @@
-"""Removes what killed processes left of their sandboxes: folders of commands, and control groups.
+"""Removes leftovers of killed processes' sandboxes: folders of commands, and control groups.
 
 Both are named after the process that made them and its run. Loads neither mini-swe-agent nor torch.
 """

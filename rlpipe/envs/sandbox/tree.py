@@ -1,8 +1,8 @@
-"""A work tree as a value: what files a command starts from and what it leaves behind.
+"""A work tree as a value: the files that a command starts from, and those that it leaves.
 
 Owns writing a tree into an empty directory and reading one back from a directory that hostile code
-has written. Reading follows no symlink, ignores what is neither file, link nor directory, and stops
-at a limit. Times, owners and modes are not part of a tree (an executable bit is), nor is bytecode.
+has written. Reading follows no symlinks, ignores everything except files, links and directories, and stops at
+a limit. A tree includes executable bits, but no times, owners, other modes or bytecode.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(slots=True, frozen=True)
 class EmptyDirectory:
-    """A directory without entries; all others follow from the paths of what they hold."""
+    """A directory without entries; all other directories follow from the paths of their files."""
 
 
 Entry = File | Link | EmptyDirectory
@@ -103,9 +103,9 @@ def _give(path: Path, owner: int | None, mode: int) -> None:
 
 
 def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
-    """Read back a directory no process writes to any more.
+    """Read back a directory to which no process writes any more.
 
-    Raises TreeTooLarge; OSError when the disk fails.
+    Raises TreeTooLarge; OSError if the disk fails.
     """
     tree: dict[str, Entry] = {}
     used = count = 0
@@ -190,10 +190,10 @@ def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
 
 
 def remove_tree(root: Path) -> None:
-    """Delete a directory that hostile code has written, however deep and whatever its modes.
+    """Delete a directory that hostile code has written, of any depth and with any modes.
 
-    Every directory is moved to the top before it is emptied, so no path gets long and the work is linear
-    in what there is. Raises OSError when something cannot be deleted.
+    Every directory is moved to the top before it is emptied, so no path gets long and the work is linear in
+    the number of entries. Raises OSError when something cannot be deleted.
     """
     trash = root.with_name(f"{root.name}.trash")
     trash.mkdir()

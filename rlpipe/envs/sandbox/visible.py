@@ -1,7 +1,7 @@
-"""What of this machine a sandbox shows besides /usr, and what it hides there: the options of its mounts.
+"""The mounts of a sandbox: what it shows of this machine besides /usr, and what it hides.
 
-Owns where the environment of a program is, and how user `nobody`, as whom sandboxes run when we are root,
-gets to see one below a folder that only root may enter.
+Owns the search for a program's environment, and the way in which user `nobody`, as which sandboxes run when
+we are root, can see an environment below a folder that only root may enter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOUNT = 'while [ "$1" != -- ]; do mount --rbind "$1" "$2" || exit 125; shift 2;
 def environment_of(program: Path) -> list[Path]:
     """Return the folders besides /usr that an executable file needs: its virtual environment and its Python.
 
-    A program that is in neither needs its own file alone.
+    A program outside of both needs only its own file.
     """
     prefix = program.parent.parent
     if (prefix / "pyvenv.cfg").is_file():
@@ -35,8 +35,8 @@ def environment_of(program: Path) -> list[Path]:
 def show(paths: Iterable[Path], points: Path, *, as_nobody: bool) -> tuple[list[str], list[str]]:
     """Return the command in front of bwrap's, and bwrap's options, that show paths read-only where they are.
 
-    points: an empty folder for mount points. as_nobody: bwrap is started by root as another user, who may
-    not enter all folders of root's.
+    points: an empty folder for mount points. as_nobody: root starts bwrap as another user, who may not enter
+    all of root's folders.
     """
     mounted, options = [], []
     for number, path in enumerate(paths):
@@ -51,9 +51,9 @@ def show(paths: Iterable[Path], points: Path, *, as_nobody: bool) -> tuple[list[
 
 
 def hide(shown: Sequence[Path], secret: Iterable[Path] = ()) -> list[str]:
-    """Return bwrap's options that empty what must not be seen of the folders shown.
+    """Return bwrap's options that hide files in the visible folders.
 
-    secret: files; the code and the data of rlpipe, which hold right answers, are hidden as well.
+    secret: files to hide; code and data of rlpipe, which contain right answers, are hidden as well.
     """
     options = []
     package = Path(__file__).resolve().parents[2]

@@ -1,9 +1,9 @@
-"""One attempt at a SWE instance by a program of somebody else: `env=swe env.agent.run="python my_agent.py"`.
+"""One attempt at a SWE instance by a user's program: `env=swe env.agent.run="python my_agent.py"`.
 
-    files of the repository -> the agent, in a sandbox of its own, which is over -> what it left -> the tests
+    files of the repository -> the agent, in a separate sandbox that then ends -> its files -> the tests
 
-The agent is run as in the environment `agent`, with the repository as its folder; the task has the problem
-statement. There is nothing to submit: what it leaves is graded as `episode` grades a submission.
+The agent runs as in the environment `agent`, with the repository as its folder and the problem statement as
+its task. It does not submit: the files that it leaves are graded as `episode` grades a submission.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SweAgentEpisode:
         self._instance, self._workspace, self._agent = instance, workspace, agent
 
     async def run_agent(self, address: AgentAddress) -> str | None:
-        """Have the agent work on the repository; return what it printed."""
+        """Let the agent work on the repository; return its output."""
         text = self._instance.problem_statement
         task = {
             "id": self._instance.instance_id,

@@ -1,9 +1,9 @@
 """Repositories of instances on this machine: `env.repos` has a git mirror of each, sandboxes a checkout.
 
-Owns where the mirror of a repository is, and the sandbox that stands for an image where there are no
-containers: the files of `base_commit`, as the only commit of a new repository, so that no later one can be
-looked up. Packages come from the environment of the Python that `env.test_command` starts; containers that
-were built for an instance have its own.
+Owns the search for a repository's mirror, and the sandbox that replaces an image if there are no containers.
+It has the files of `base_commit` as the only commit of a new repository, so that later commits cannot be
+looked up. Packages come from the environment of the Python that `env.test_command` starts, whereas the
+container image of an instance has its own.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def check_mirrors(config: EnvConfig, instances: Iterable[Instance]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def files_at(mirror: Path, commit: str, limits: TreeLimits) -> Tree:
-    """Return the files of a commit, whatever its attributes leave out of archives.
+    """Return all files of a commit, including those that git attributes leave out of archives.
 
-    Raises InfrastructureError when git fails, or the files are over the limits.
+    Raises InfrastructureError if git fails, or if the files exceed the limits.
     """
     with tempfile.TemporaryDirectory(prefix="rlpipe-checkout-") as folder:
         work = Path(folder) / "work"
@@ -144,14 +144,14 @@ class CheckoutSandbox:
 
     @property
     def tree(self) -> Tree:
-        """Its files. Raises InfrastructureError when they are over the limits."""
+        """Return its files. Raises InfrastructureError if they exceed the limits."""
         try:
             return self._box.tree()
         except TreeTooLarge:
             raise InfrastructureError("the repository is over env.sandbox.tree_mb or tree_files") from None
 
     def replace(self, tree: Tree) -> None:
-        """Have these files instead."""
+        """Replace the files of the repository."""
         self.close()
         self._open(tree)
 

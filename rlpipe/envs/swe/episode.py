@@ -1,8 +1,9 @@
 """One attempt at a SWE instance: commands in, observations out, until `submit`.
 
-Owns the protocol with the model: what a turn's text means, what it sees next, when it is rewarded. In
-`plain` mode the full text is the command; in `fenced` mode it is the one ```bash block, as
-mini-swe-agent has it. Reward 1.0 iff it submitted, changed files, and every required test passes.
+Owns the protocol with the model: how a turn's text is read, what the model sees next, and when it is
+rewarded. In `plain` mode the full text is the command; in `fenced` mode the command is the only ```bash
+block, as in mini-swe-agent. The reward is 1.0 if the model submitted, changed files, and every required test
+passes, else 0.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def opening(instance: Instance, config: EnvConfig) -> list[dict[str, str]]:
 
 
 def parse_action(text: str, mode: ActionMode) -> tuple[str | None, int]:
-    """Return the command in a turn's text, None when there is not exactly one, and their number.
+    """Return the command in a turn's text, or None unless there is exactly one, and the number of commands.
 
     >>> parse_action("Look.\\n```bash\\nls\\n```", ActionMode.FENCED)
     ('ls', 1)
@@ -80,7 +81,7 @@ def observation(result: CommandResult, config: EnvConfig) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Shorten a text to `limit` characters, its head and its tail, and mark what is missing.
+    """Shorten a text to `limit` characters, half from its start and half from its end, and mark the gap.
 
     >>> shorten("abcdefgh", 4)
     'ab\\n[4 characters left out]\\ngh'

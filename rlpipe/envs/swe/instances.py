@@ -1,7 +1,7 @@
 """SWE instances: reading and checking files with SWE-bench's field names, JSONL or as published (parquet).
 
-Owns the shape of an instance. One with `files` runs on a tree of this machine, one without runs in
-a container image or a checkout of its repository. Every error in a file is reported with its line.
+Owns the fields of an instance. An instance with `files` runs on a tree of files on this machine; one without
+runs in a container image or a checkout of its repository. Every error in a file is reported with its line.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Instance:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """Facts that are recorded with each attempt."""
+        """Facts to record with each attempt."""
         return {name: self.facts[name] for name in ("family", "bug_kind") if name in self.facts}
 
     @property

@@ -1,7 +1,6 @@
-"""Names what in a model's changes reaches for the grader rather than for the bug. A signal, not a proof.
+"""Names changes of a model that target the grader rather than the bug. An indication, not a proof.
 
-Owns the patterns. Honest code may touch some of these too; the metric and the alarm
-point to trajectories to read.
+Owns the patterns. Honest code may match some of them too; metric and alarm point to trajectories to read.
 """
 
 from __future__ import annotations

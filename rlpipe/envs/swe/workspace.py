@@ -1,7 +1,7 @@
-"""Where an episode's repository is, and how the real tests grade its final state.
+"""The repository of an episode, and the grading of its final state by the real tests.
 
-Owns grading. Tests always run in a fresh sandbox, over what the model changed but with the instance's
-own test files, and every required test id must be reported as passed:
+Owns grading. Tests always run in a fresh sandbox, over the model's changes but with the instance's own test
+files, and every required test id must be reported as passed:
 
     tree:   final tree - tests - what could shadow modules -> grader.trees, together with the instance's tests
     image:  diff of the model's container -> grader.images, in a fresh container with test_patch; the same for
@@ -39,8 +39,8 @@ _DIFF = (
 class Grade:
     """changed: the repository differs from the start. passed: number of required tests that passed, of
     `required`. in_process: the tests ran in the process that imported the code, which could have cheated.
-    tamper: what the changes touch that a repair seldom does, see `tamper`. The task is solved when it changed
-    and all passed."""
+    tamper: suspicious parts of the changes, see `tamper`. The task is solved if the repository changed and
+    all required tests passed."""
 
     changed: bool
     passed: int
@@ -54,7 +54,7 @@ class Grade:
         return self.changed and self.passed == self.required
 
     def info(self) -> dict[str, Any]:
-        """Return what is recorded of it."""
+        """Return what is recorded of this grade."""
         info = {"changed": self.changed, "tests_passed": self.passed, "tests_required": self.required}
         info |= {"graded_in_process": True} if self.in_process else {}
         return info | ({"tamper": self.tamper} if self.tamper else {})
@@ -64,11 +64,11 @@ class Workspace(Protocol):
     """The repository of one episode."""
 
     def run(self, command: str, *, stdin: bytes = b"") -> CommandResult:
-        """Run a command in it. Raises InfrastructureError."""
+        """Run a command in the repository. Raises InfrastructureError."""
         ...
 
     def grade(self) -> Grade:
-        """Grade its present state. Raises InfrastructureError."""
+        """Grade the present state of the repository. Raises InfrastructureError."""
         ...
 
     def close(self) -> None:

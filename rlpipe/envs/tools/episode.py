@@ -1,8 +1,8 @@
 """One attempt at a question with tools: calls in, results out, until a turn that calls nothing.
 
-Owns the protocol. The observation after a turn with calls is their results, a line each; a call that is
-malformed, or that a tool refuses, gives `error: ...`. The first turn without a call is the answer:
-reward 1.0 iff it is right, else 0.0. Works with any tools (see `schema.Tool`), so a user's suite can use it.
+Owns the protocol. After a turn with calls, the observation has one line with the result of each; a call that
+is malformed, or that a tool refuses, gives `error: ...`. The first turn without a call is the answer, with
+reward 1.0 if it is right, else 0.0. Works with any tools (see `schema.Tool`), so a user's suite can use it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]])
 class ToolEpisode:
     """One attempt at a task; the Protocol is `rlpipe.envs.base.Episode`.
 
-    score: the reward of a final answer. facts: go into the trajectory's info.
+    score: gives the reward of a final answer. facts: added to the trajectory's info.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The tools of an instance: search and read its documents, calculate, run Python.
 
-Owns what each returns. Only `python` executes what the model wrote, and only in the sandbox, where the
-documents are files; its work tree lasts for the episode.
+Owns the results of the tools. Only `python` executes what the model wrote, and only in the sandbox, where the
+documents are files; its work tree is kept for the episode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMMON = {"of", "the", "a", "and"}
 
 
 def search(documents: dict[str, Document], query: str) -> str:
-    """Return the headers of the documents that share most words with the query, best first.
+    """Return the headers of the documents that share the most words with the query, best first.
 
     >>> store = Document(attribute="age", values={"fish": 3})
     >>> search({"store": store}, "age of the fish")

@@ -1,4 +1,4 @@
-"""Reads tool calls out of a turn's text, strictly: what is nearly a call is an error, never an answer.
+"""Reads tool calls from a turn's text, strictly: a nearly correct call is an error, never an answer.
 
     hermes     <tool_call>{"name": "read", "arguments": {"document": "store"}}</tool_call>, one tag a call
                (Hermes, Qwen2.5, Qwen3)
@@ -29,12 +29,12 @@ _TAGS = ("<tool_call>", "</tool_call>")
 
 
 class MalformedCall(ValueError):
-    """The turn tries to call a tool and does not keep the format; the message goes back to the model."""
+    """The turn contains a tool call in a wrong format; the message goes back to the model."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParsedTurn:
-    """calls: in order, () for an answer. content: the text around the calls."""
+    """A parsed turn. calls: in order, () for an answer. content: the text around the calls."""
 
     calls: tuple[ToolCall, ...]
     content: str

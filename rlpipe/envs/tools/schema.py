@@ -1,4 +1,4 @@
-"""What a tool is: a name, a JSON schema of its arguments in OpenAI's form, and a function.
+"""Tools: each has a name, a JSON schema of its arguments in OpenAI's form, and a function.
 
 Owns the check of a call before its function sees it. A call that is wrong, or whose tool refuses, is a
 `ToolError`, which the model reads as text; it is never the end of an episode.

@@ -1,4 +1,4 @@
-"""The model as verifiers' agent. One object stands for `Agents`, the only agent, and its `Interaction`."""
+"""The model as verifiers' agent: one object is `Agents`, the only agent, and its `Interaction`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlpipe.envs.verifiers.toolsets import Served, serve
 class TheModel:
     """An agent of verifiers that rlpipe generates.
 
-    said: chat messages for the model. answers: its turns, None when it gets no further one. trace: the
-    library's record, with the rewards when the exchange has ended.
+    said: chat messages for the model. answers: its turns, None when there are no more. trace: the library's
+    record, which has the rewards once the exchange has ended.
     """
 
     def __init__(self, config: EnvConfig, env: Any) -> None:
@@ -30,7 +30,7 @@ class TheModel:
         return self
 
     async def run(self, task: Any) -> Any:
-        """Have one answer to the task's prompt."""
+        """Get one answer to the task's prompt."""
         async with self.interaction(task):
             await self.turn()
         return self.trace
@@ -53,7 +53,7 @@ class TheModel:
         await task.score(self.trace, None)
 
     async def turn(self, message: Any = None) -> Any:
-        """Say something, or the task's prompt, and return the model's answer, after its calls of tools."""
+        """Send a message or the task's prompt; return the model's answer, after its tool calls."""
         from verifiers.v1 import Segment
 
         said = self._messages(message)

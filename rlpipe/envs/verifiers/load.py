@@ -1,6 +1,6 @@
 """Loads a verifiers environment: its taskset and its `run`.
 
-Refuses what needs a harness or a runtime, which `env=verifiers` has not.
+Refuses tasks that need a harness or a runtime, which `env=verifiers` does not have.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     Env.run(task, agents) --turn(message)--> what the model reads --step(action)--> Segment --> ... rewards
 
-The library's `run` is a coroutine that talks to an agent; here the agent is the model that is trained. A
-plain taskset is one answer, after as many turns as call tools. The task's weighted rewards are the reward;
-rewards and metrics by name are the info. Harnesses, which drive the model themselves, are refused (`load`).
+The library's `run` is a coroutine that talks to an agent; here the agent is the model in training. A plain
+taskset has one answer, after any number of turns that call tools. The reward is the sum of the task's
+weighted rewards; the info has rewards and metrics by name. Harnesses, which drive the model themselves, are
+refused (`load`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def check_verifiers(config: EnvConfig) -> None:
 
 
 class VerifiersSuite(SplitTable):
-    """Tasks of a taskset, in a shuffled order that no seed changes; the first are held out."""
+    """Tasks of a taskset, shuffled in the same way for every seed; the first are held out."""
 
     def __init__(self, config: EnvConfig) -> None:
         self._config, self.max_turns = config, config.max_turns
@@ -68,7 +69,7 @@ class VerifiersEpisode:
         return self._scored(submitted=True) if said is None else StepResult(observation=said)
 
     async def finish(self) -> StepResult:
-        """End at a limit of turns or context; what was said until then is scored."""
+        """End at a limit of turns or context; the conversation so far is scored."""
         await self._agents.answers.put(None)
         await self._next()
         return self._scored(submitted=False)

@@ -1,4 +1,4 @@
-"""The tools of a task, served in this process, and the calls that a turn of the model makes of them."""
+"""The tools of a task, served in this process, and the tool calls in a turn of the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Served:
     servers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     async def answer(self, text: str, parser: ToolParser, number: int) -> tuple[Any, list[Any]]:
-        """Return a turn of the model as the library's message, and what its calls return; none for an answer.
+        """Return a turn of the model as the library's message, and the results of its calls, if any.
 
-        number: of the turn's message, which tells its calls from others.
+        number: of the turn's message, which makes the ids of its calls unique.
         """
         from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
@@ -44,7 +44,7 @@ class Served:
         return AssistantMessage(content=parsed.content, tool_calls=made), results
 
     async def call(self, call: tools.ToolCall) -> str:
-        """Return a tool's result, or what was wrong with the call, as text for the model."""
+        """Return a tool's result, or the error in the call, as text for the model."""
         if call.name not in self.servers:
             return f"error: no tool {call.name!r}; there are {', '.join(self.servers) or 'none'}"
         server, name = self.servers[call.name]

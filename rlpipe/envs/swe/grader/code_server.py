@@ -1,8 +1,8 @@
 """Serves the code under test to tests that run elsewhere: the only process that imports the model's code.
 
-Owns the objects of that code. Answers requests over a socket (see `proxy`) until it is closed; knows no
-test, no test id and no result. Nothing here is trusted: whatever this process answers is decoded strictly.
-Requests come from a trusted process and are read by marshal. Answers are JSON.
+Owns the objects of that code. Answers requests over a socket (see `proxy`) until it is closed; knows no test,
+no test id and no result. This process is not trusted: its answers are decoded strictly. Requests come from a
+trusted process and are read by marshal. Answers are JSON.
 """
 
 import importlib
@@ -46,7 +46,7 @@ _OPERATIONS = {
 
 
 class Objects:
-    """Objects by number; an object keeps its number, and lives as long as the process."""
+    """Objects by number; an object keeps its number and is kept as long as the process."""
 
     def __init__(self):
         self._objects, self._numbers, self._lent = [], {}, []

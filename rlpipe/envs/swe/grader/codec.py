@@ -4,8 +4,8 @@
 
 Owns messages, their text and their bounds. Decoding calls nothing but constructors of builtin types, so no
 message can run code; a subclass of a builtin type is sent as a value of that builtin type. Runs inside the
-sandboxes; imports next to nothing, since that is most of what a grading costs: the package json takes longer
-than all that it would read here.
+sandboxes, and imports almost nothing, because imports are most of the cost of grading: importing the package
+json takes longer than it would need to read all messages.
 """
 
 import os
@@ -17,7 +17,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, s
 
 
 class Malformed(ValueError):
-    """A message that keeps not to the format or its bounds."""
+    """A message that violates the format or its bounds."""
 
 
 def encode(value, other, depth=0):
@@ -130,9 +130,9 @@ _CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Channel:
-    """Messages of four bytes of length and their text over a socket's descriptor.
+    """Messages over a socket's descriptor, each as its length (four bytes) and its text.
 
-    dumps, loads: make bytes of a message and back; `loads` may raise ValueError or RecursionError.
+    dumps, loads: convert a message to bytes and back; `loads` may raise ValueError or RecursionError.
     Raises Malformed, EOFError, OSError.
     """
 

@@ -1,4 +1,4 @@
-"""Runs the tests of an image inside a container, as old as Python 3.6 there; see `images` for the host.
+"""Runs the tests of an image inside its container, with Python 3.6 or newer; see `images` for the host.
 
     host --stdin: key, ids, this text--> supervise: imports nothing of the repository, cannot be traced
                                             | stdin: token, ids      ^ pipe: token, passed ids
@@ -23,7 +23,7 @@ _NO_SUCCESS = ("addError", "addFailure", "addSkip", "addExpectedFailure", "addUn
 
 
 def supervise():
-    """Run `play` in a child and print what it reported and how it ended, signed."""
+    """Run `play` in a child process; print its report and exit status, signed."""
     order = json.load(sys.stdin)
     # without this the child could read our memory and descriptors through /proc
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

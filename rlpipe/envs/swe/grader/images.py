@@ -1,8 +1,9 @@
 """Grades the diff of a repository that lives in a container image, in a fresh container of that image.
 
-Owns what of a diff is applied (nothing that configures or replaces the tests), and what a report must be to
-count: signed by `image_tests.supervise`, of a pytest that ended with status 0 and named every required test.
-Tests and code share a process there, so this is the weaker mode: a `Grade` carries `in_process`.
+Owns the choice of changes that are applied (none that configure or replace the tests) and the checks of a
+report. A report counts only if `image_tests.supervise` signed it, if pytest ended with status 0, and if it
+names every required test. Tests and code share a process there, so this is the weaker mode, and a `Grade` is
+marked `in_process`.
 """
 
 from __future__ import annotations

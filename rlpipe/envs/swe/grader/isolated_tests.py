@@ -4,9 +4,9 @@
 
 Owns the verdict; standard library only. The code under test is reached through `proxy` and never imported
 here. The last line written is the nonce and a JSON object {"passed": [ids], "intact": bool}; without that
-line nothing passed. Without a descriptor (an instance with `graded_in_process`) the code is imported
-beside the tests; then `intact`, false when the test machinery was changed, is all that guards the
-verdict, and code that looks for the nonce in this process is not stopped.
+line nothing passed. Without a descriptor (an instance with `graded_in_process`) the code is imported into the
+process of the tests. Then the result is guarded only by `intact`, which is false if the test machinery was
+changed, and code that looks for the nonce in this process is not stopped.
 """
 
 import marshal

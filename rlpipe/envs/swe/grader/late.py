@@ -1,6 +1,6 @@
-"""Postpones what a short-lived Python seldom needs, since its start is most of what a grading costs.
+"""Imports rarely needed modules only on use, because starting Python is most of the cost of grading.
 
-Owns two things: packages outside the standard library, whose folders `python3 -S` leaves out until an import
+Owns two kinds: packages outside the standard library, whose folders `python3 -S` leaves out until an import
 fails, and modules of the standard library that unittest uses only for failures. Runs inside the sandboxes.
 """
 
@@ -22,7 +22,7 @@ class LatePackages:
 
 
 class LateModule(types.ModuleType):
-    """Stands for a module of the standard library until an attribute of it is used."""
+    """Replaces a module of the standard library until an attribute of it is used."""
 
     def __getattr__(self, name):
         if sys.modules.get(self.__name__) is not self:

@@ -2,12 +2,12 @@
 
     import core; core.add(1, 2)   ->   {import core}, {getattr add}, {call (1, 2)}   ->   3
 
-Owns the imports that lead to the code server, and the stand-ins for its objects. Values of builtin types
-arrive as such; an object of another type is a `Remote`; a module's functions and classes are asked for once,
-as long as the code says that their names hold. So that no object decides by itself whether it
-is what a test expects, a Remote is never equal to a value of the tests, and is refused as the operand
-of an operator with one: only two Remotes are compared where they live. Arguments that a call changed in
-place are changed here too. Callbacks, subclassing and identity of values are not carried.
+Owns the imports that lead to the code server, and the stand-ins for its objects. Values of builtin types are
+copied; an object of another type is a `Remote`. A module's functions and classes are requested once, and
+again only if the code reports that their names changed. An object must not decide whether it is what a test
+expects, so a Remote never equals a value of the tests, and operators between the two are refused; only two
+Remotes are compared, by the code server. Arguments that a call changed in place are changed here too.
+Callbacks, subclassing and identity of values are not supported.
 """
 
 import builtins
@@ -218,7 +218,7 @@ class Finder:
         return ProxyModule(spec.name)
 
     def exec_module(self, module):
-        """Import it where it lives."""
+        """Import the module in the code server."""
         answer = self._code.ask("import", module.__name__, (), {})
         if type(answer) is not list or list(map(type, answer)) != [Remote, list, dict]:
             raise ImportError(f"the code under test gave no module {module.__name__}")
