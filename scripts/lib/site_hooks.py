@@ -41,7 +41,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         image, text, target = match.groups()
         found = _mended(target, source, page.file.src_uri, files)
         if found is None:
-            return text if text.startswith("`") else f"{text} (`{_resolved(target, source)}`)"
+            path = _resolved(target, source)
+            if f"/{path}".endswith(f"/{text}"):  # the text is the path or its end
+                return f"`{path}`"
+            return text if text.startswith("`") else f"{text} (`{path}`)"
         return f"{image}[{text}]({found})"
 
     def src(match: re.Match[str]) -> str:

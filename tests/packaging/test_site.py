@@ -146,6 +146,7 @@ def hooks():
         ("[a](../README.md)", "[a](index.md)"),
         ("[a](../rlpipe/types.py)", "a (`rlpipe/types.py`)"),
         ("[`a`](../rlpipe/types.py)", "`a`"),
+        ("[types.py](../rlpipe/types.py)", "`rlpipe/types.py`"),
         ("[a](https://host/x)", "[a](https://host/x)"),
         ("[a](gone.md)", "[a](gone.md)"),
         ("`[a](../README.md)`", "`[a](../README.md)`"),
