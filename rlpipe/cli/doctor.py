@@ -339,12 +339,16 @@ def check_shipped() -> Iterator[Finding]:
 
 def check_run(settings: list[str]) -> Iterator[Finding]:
     """Report the memory of a run with these settings, by process, and whether it would be refused here."""
-    from rlpipe.cli.run import check_before, config_of
-    from rlpipe.launch import check_run_directory, check_task
-    from rlpipe.preflight.learning_rate import rate_note
-    from rlpipe.preflight.memory_estimate import checkpoint_of_run, estimate, gpu_bytes
-    from rlpipe.preflight.object_store import store_memory
-    from rlpipe.preflight.settings import check
+    try:
+        from rlpipe.cli.run import check_before, config_of
+        from rlpipe.launch import check_run_directory, check_task
+        from rlpipe.preflight.learning_rate import rate_note
+        from rlpipe.preflight.memory_estimate import checkpoint_of_run, estimate, gpu_bytes
+        from rlpipe.preflight.object_store import store_memory
+        from rlpipe.preflight.settings import check
+    except ModuleNotFoundError as error:  # before anything is installed
+        yield Finding(level=Level.MISSING, name="launch", found=f"not checked: {error}", remedy=install_all())
+        return
 
     try:
         config, resolved = config_of(settings)

@@ -196,6 +196,13 @@ def test_doctor_is_content_with_the_environment_of_the_tests(tmp_path):
     assert findings["sandbox start"]["level"] == "ok"
 
 
+def test_doctor_with_a_run_names_the_remedy_before_anything_is_installed():
+    command = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "doctor"), "+recipe=swe_rl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == ""
+    assert "launch" in done.stdout and "not checked: No module named" in done.stdout
+
+
 def test_doctor_names_the_remedy_for_what_is_missing(tmp_path):
     status, findings = doctor("-S", path=tmp_path)  # -S: no site-packages
     assert status == 1
