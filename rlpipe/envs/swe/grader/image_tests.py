@@ -47,7 +47,7 @@ def supervise():
 
 
 def play():
-    """Run the tests, if any, and report those that passed once the run has ended."""
+    """Run the tests, if any; at the end of the run, report those that passed."""
     order, report = json.load(sys.stdin), int(sys.argv[1])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     outcomes = _Outcomes(order["kind"])
