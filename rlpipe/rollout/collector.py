@@ -24,15 +24,10 @@ import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from rlpipe.config.user_code import raised_at
 from rlpipe.envs.base import (
     AgentEpisode,
     Episode,
@@ -50,24 +45,22 @@ from rlpipe.envs.base import (
 from rlpipe.envs.contract import (
     group_rewards,
     messages_of,
-    observation_text,
     recorded_info,
     step_of,
 )
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.agents import AgentAttempt, AgentEndpoint
+from rlpipe.rollout.attempt import CLOSED, MAX_TEXT, Attempt, EnvironmentRaised, ExitReason, Masked, Task
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.environment_threads import EnvironmentHung, EnvironmentThreads
-from rlpipe.rollout.turn import Turn, joined, next_route, stream_seed
+from rlpipe.rollout.turn import Turn, stream_seed
+from rlpipe.rollout.turn_generator import TurnGenerator
 from rlpipe.types import (
     FinishReason,
-    GenerateRequest,
-    GenerateResult,
     Group,
     Prompt,
     RunStopped,
-    SamplingParams,
     Trajectory,
     TrajectoryStatus,
 )
@@ -77,96 +70,7 @@ if TYPE_CHECKING:
     from rlpipe.config.rollout import RolloutConfig
 
 T = TypeVar("T")
-_MAX_TEXT = 2000  # characters of each action and observation that is recorded for people to read
-_MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
-_MAX_EMPTY_ABORTS = 100  # in a row, of one turn
 _CLOSE_S = 3.0  # for an episode that hangs or is given up to close, and for all of them at the end
-
-
-class ExitReason(StrEnum):
-    """Why a trajectory ended."""
-
-    DONE = "done"  # the episode ended it: submitted, answered
-    TRUNCATED = "truncated"  # the episode ended it by a limit of its own
-    MAX_TURNS = "max_turns"
-    CONTEXT = "context"  # the next turn does not fit into the context
-    PROMPT = "prompt"  # masked: not even the first turn fits
-    INFRASTRUCTURE = "infrastructure"  # masked
-    ERROR = "error"  # masked: the environment raised something else, or broke its contract
-    CLOSED = "closed"  # masked: the collector was closed meanwhile
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Task:
-    """One trajectory to roll out, whatever becomes of its attempts.
-
-    seed: of the sampling; the environment's is derived from it. number: of the attempt among its siblings.
-    top_logprobs, record, routes: what the engine returns in addition to the tokens, see `SamplingParams`.
-    """
-
-    trajectory_id: str
-    group_id: str
-    instance_id: str
-    seed: int
-    number: int
-    temperature: float
-    top_logprobs: int = 0
-    record: bool = False
-    routes: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """One attempt at a task.
-
-    gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
-    cut: a turn used up its tokens before the model ended it.
-    turns: texts for people to read. rewards, actions: of each turn so far.
-    """
-
-    task: _Task
-    trajectory: Trajectory
-    session_id: str
-    lane: Lane
-    gen_seconds: float = 0.0
-    env_seconds: float = 0.0
-    sandbox_seconds: float = 0.0
-    engine_failed: bool = False
-    cut: bool = False
-    turns: list[dict[str, str]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    actions: list[str] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """Count the seconds of a call of the environment, and mark its exceptions as the environment's."""
-        started = time.monotonic()
-        try:
-            yield
-        except InfrastructureError:
-            raise
-        except BaseException as error:
-            raise _EnvironmentRaised from error
-        finally:
-            self.sandbox_seconds += time.monotonic() - started
-
-
-class _Masked(Exception):
-    """The trajectory is masked, and trying again is of no use."""
-
-    def __init__(self, reason: ExitReason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class _EnvironmentRaised(Exception):
-    """Carries an exception of the environment, as `__cause__`, out of its thread.
-
-    SystemExit, StopIteration and CancelledError would mean something else to the event loop.
-    """
-
-
-_CLOSED = (ExitReason.CLOSED, "the collector was closed")
 
 
 class Collector:
@@ -195,7 +99,8 @@ class Collector:
         agents: AgentEndpoint | None = None,
     ) -> None:
         self._agents = agents
-        self._engine, self._suite, self._chat = engine, suite, chat
+        self._suite, self._chat = suite, chat
+        self._turns = TurnGenerator(engine, ignore_eos=rollout.ignore_eos)
         self._tools = suite_tools(suite)
         if self._tools:
             chat.check_tools(self._tools)
@@ -208,7 +113,6 @@ class Collector:
         # A prompt may be rolled out again before the engine has ended its first session.
         self._sessions = count()
         self._closing = False
-        self._generating = 0  # turns that the engine has
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         """Roll out the siblings of one prompt, and return when all have ended.
@@ -218,7 +122,7 @@ class Collector:
         async with self._groups or contextlib.nullcontext():
             attempts = await self._roll_out_siblings(
                 [
-                    _Task(
+                    Task(
                         trajectory_id=trajectory_id,
                         group_id=prompt.group_id,
                         instance_id=prompt.instance_id,
@@ -250,7 +154,7 @@ class Collector:
 
         async def roll_out(instance_id: str) -> list[Trajectory]:
             tasks = [
-                _Task(
+                Task(
                     trajectory_id=f"eval/{instance_id}/{sample}",
                     group_id=f"eval/{instance_id}",
                     instance_id=instance_id,
@@ -266,13 +170,13 @@ class Collector:
         return list(chain.from_iterable(await gather_or_cancel(map(roll_out, instance_ids))))
 
     async def _roll_out_siblings(
-        self, tasks: Sequence[_Task], capacity: asyncio.Semaphore | None = None
-    ) -> list[_Attempt]:
+        self, tasks: Sequence[Task], capacity: asyncio.Semaphore | None = None
+    ) -> list[Attempt]:
         """Roll out all attempts at an instance, those of one game together. capacity: games at once."""
         players = num_players(self._suite, tasks[0].instance_id)
         games = [tasks[first : first + players] for first in range(0, len(tasks), players)]
 
-        async def roll_out(game: Sequence[_Task]) -> list[_Attempt]:
+        async def roll_out(game: Sequence[Task]) -> list[Attempt]:
             async with capacity or contextlib.nullcontext():
                 return await self._roll_out(game)
 
@@ -280,7 +184,7 @@ class Collector:
         await self._score_group(attempts)
         return attempts
 
-    async def _score_group(self, attempts: Sequence[_Attempt]) -> None:
+    async def _score_group(self, attempts: Sequence[Attempt]) -> None:
         """Replace the rewards of siblings by those of `suite.score_group`, if it has one.
 
         What it changes counts in the last turn. A failure masks all siblings.
@@ -296,7 +200,7 @@ class Collector:
                 scored = await self._group_rewards(score, finished)
             except InfrastructureError as failure:
                 reason, error = ExitReason.INFRASTRUCTURE, failure
-            except _Masked as failure:
+            except Masked as failure:
                 reason, error = failure.reason, failure
             except Exception as failure:
                 reason, error = ExitReason.ERROR, failure.__cause__ or failure
@@ -309,10 +213,10 @@ class Collector:
                 return
 
         for attempt in finished:
-            _mask(attempt.trajectory, reason, error)
+            attempt.mask(reason, error)
 
     async def _group_rewards(
-        self, score: Callable[..., Any], finished: Sequence[_Attempt]
+        self, score: Callable[..., Any], finished: Sequence[Attempt]
     ) -> list[tuple[float, dict[str, Any]]]:
         """Call `score_group`, again after a failure of the infrastructure; return (reward, info) of each."""
         members = [
@@ -326,7 +230,7 @@ class Collector:
         ]
         for retry in range(self._env.retries + 1):
             if self._closing:
-                raise _Masked(*_CLOSED)
+                raise Masked(*CLOSED)
             try:
                 first = finished[0]
                 returned = await self._call(first, "score_group", score, first.task.instance_id, members)
@@ -351,7 +255,7 @@ class Collector:
 
     def activity(self) -> str:
         """Return what the trajectories wait for, in words; "" when none runs."""
-        waits = [f"{self._generating} turns generate"] if self._generating else []
+        waits = [f"{self._turns.running} turns generate"] if self._turns.running else []
         if busiest := self._threads.busiest():
             work, seconds = busiest
             waits.append(f"the environment's {work} since {seconds:.0f} s")
@@ -362,7 +266,7 @@ class Collector:
 
         Turns that the previous engine ends with ABORT are continued there.
         """
-        self._engine = engine
+        self._turns.engine = engine
 
     async def close(self) -> None:
         """End running trajectories as masked, wait for them, and free the threads.
@@ -370,18 +274,18 @@ class Collector:
         An environment that hangs is left behind.
         """
         self._closing = True
-        self._engine.abort()
+        self._turns.close()
         if self._running:
             await asyncio.wait(list(self._running), timeout=_CLOSE_S)
         await self._threads.close(_CLOSE_S)
 
-    async def _roll_out(self, tasks: Sequence[_Task]) -> list[_Attempt]:
+    async def _roll_out(self, tasks: Sequence[Task]) -> list[Attempt]:
         """Roll out the trajectories of one episode, with its retries, each in a new lane of the spans."""
         with contextlib.ExitStack() as opened:
             lanes = [opened.enter_context(self._spans.lane()) for _ in tasks]
             return await self._roll_out_in(lanes, tasks)
 
-    async def _roll_out_in(self, lanes: Sequence[Lane], tasks: Sequence[_Task]) -> list[_Attempt]:
+    async def _roll_out_in(self, lanes: Sequence[Lane], tasks: Sequence[Task]) -> list[Attempt]:
         """Try until an episode does not fail of infrastructure, and return the last attempts."""
         for retry in range(self._env.retries + 1):
             error: BaseException | None = None
@@ -392,7 +296,7 @@ class Collector:
                     break
                 except InfrastructureError as failure:
                     reason, error = ExitReason.INFRASTRUCTURE, failure
-                except _Masked as failure:
+                except Masked as failure:
                     reason, error = failure.reason, failure
                     break
                 except RunStopped:
@@ -404,23 +308,23 @@ class Collector:
                     break
                 finally:
                     for attempt in attempts:
-                        self._engine.end_session(attempt.session_id)
+                        self._turns.engine.end_session(attempt.session_id)
 
         for attempt in attempts:
             # A failed trajectory stays in its group, masked, so that a group always has all of its members.
             if error is not None:
-                _mask(attempt.trajectory, reason, error)
+                attempt.mask(reason, error)
             self._record(attempt, retry)
         return attempts
 
-    def _new_attempt(self, lane: Lane, task: _Task, retry: int) -> _Attempt:
+    def _new_attempt(self, lane: Lane, task: Task, retry: int) -> Attempt:
         trajectory = Trajectory(
             trajectory_id=task.trajectory_id, group_id=task.group_id, instance_id=task.instance_id
         )
         session_id = f"{task.trajectory_id}#{next(self._sessions)}.{retry}"
-        return _Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane)
+        return Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane)
 
-    def _record(self, attempt: _Attempt, retries: int) -> None:
+    def _record(self, attempt: Attempt, retries: int) -> None:
         """Put into the info what is known of any attempt, however it ended."""
         trajectory = attempt.trajectory
         trajectory.info |= {
@@ -432,16 +336,16 @@ class Collector:
         if attempt.task.record:
             trajectory.info["token_texts"] = self._chat.token_texts(trajectory.token_ids.tolist())
 
-    async def _attempt(self, attempts: Sequence[_Attempt]) -> None:
+    async def _attempt(self, attempts: Sequence[Attempt]) -> None:
         """Run an episode to its end: one attempt, or one for each of its seats.
 
         Raises:
             InfrastructureError: trying again may help.
-            _Masked: it will not.
-            _EnvironmentRaised: with the environment's exception as its cause.
+            Masked: it will not.
+            EnvironmentRaised: with the environment's exception as its cause.
         """
         if self._closing:
-            raise _Masked(*_CLOSED)
+            raise Masked(*CLOSED)
 
         first, limit = attempts[0], None
         task = first.task
@@ -451,7 +355,7 @@ class Collector:
         try:
             if len(seats) != len(attempts):
                 message = f"an episode with {len(seats)} seats for {len(attempts)} attempts at one game"
-                raise _Masked(ExitReason.ERROR, message)
+                raise Masked(ExitReason.ERROR, message)
             ends = await gather_or_cancel(map(self._run_seat, attempts, seats))
         except (EnvironmentHung, asyncio.CancelledError):
             limit = _CLOSE_S
@@ -467,12 +371,12 @@ class Collector:
             trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
             trajectory.info |= result.info | {"exit_reason": reason.value}
 
-    async def _run_seat(self, attempt: _Attempt, episode: Any) -> tuple[StepResult, ExitReason]:
+    async def _run_seat(self, attempt: Attempt, episode: Any) -> tuple[StepResult, ExitReason]:
         if isinstance(episode, AgentEpisode):
             return await self._run_agent(attempt, episode)
         return await self._take_turns(attempt, episode)
 
-    async def _close_episode(self, attempt: _Attempt, episode: Any, limit: float | None) -> None:
+    async def _close_episode(self, attempt: Attempt, episode: Any, limit: float | None) -> None:
         """Free the sandbox. limit: seconds to wait for it when the attempt has failed already; None: all.
 
         A cancelled attempt frees its sandbox too: the call continues without a waiter.
@@ -484,7 +388,7 @@ class Collector:
         else:
             closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
 
-    async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
+    async def _take_turns(self, attempt: Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
         said = await self._call(attempt, "messages", episode.messages)
@@ -494,14 +398,14 @@ class Collector:
             return over, ExitReason.DONE
 
         opening = messages_of(said)
-        attempt.turns += [{"role": m["role"], "text": m["content"][:_MAX_TEXT]} for m in opening]
+        attempt.turns += [{"role": m["role"], "text": m["content"][:MAX_TEXT]} for m in opening]
 
         context = chat.initial(opening, self._tools)
         trajectory.prompt_length = len(context)
         max_context = self._rollout.max_context
         if len(context) >= max_context:
             message = f"the prompt has {len(context)} tokens: raise rollout.max_context={max_context}"
-            raise _Masked(ExitReason.PROMPT, message)
+            raise Masked(ExitReason.PROMPT, message)
 
         for turn in range(self._suite.max_turns):
             # An observation that leaves no token to generate ends the episode, which is graded as it is.
@@ -509,21 +413,21 @@ class Collector:
                 return await self._finish(attempt, episode), ExitReason.CONTEXT
             trajectory.append_context(context)
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
-                generated = await self._generate(attempt, self._next_turn(attempt, turn))
+                generated = await self._turns.generate(attempt, self._next_turn(attempt, turn))
             trajectory.append_sampled(generated)
             attempt.cut |= generated.finish_reason is FinishReason.LENGTH
 
             turn_ids = generated.output_ids.tolist()
             action = chat.decode(turn_ids)
             step = step_of(await self._call(attempt, "step", episode.step, action))
-            _record_turn(attempt, action, step)
+            attempt.record_turn(action, step)
             if step.done:
                 return step, ExitReason.TRUNCATED if step.truncated else ExitReason.DONE
 
             context = chat.continuation(chat.observation(step.observation), turn_ids)
         return await self._finish(attempt, episode), ExitReason.MAX_TURNS
 
-    async def _finish(self, attempt: _Attempt, episode: Episode) -> StepResult:
+    async def _finish(self, attempt: Attempt, episode: Episode) -> StepResult:
         """End an episode from outside; what it returns is added to the reward of the last turn."""
         result = step_of(await self._call(attempt, "finish", finish_episode, episode), last=True)
         if attempt.rewards:
@@ -532,7 +436,7 @@ class Collector:
             attempt.rewards.append(result.reward or 0.0)
         return result
 
-    async def _run_agent(self, attempt: _Attempt, episode: AgentEpisode) -> tuple[StepResult, ExitReason]:
+    async def _run_agent(self, attempt: Attempt, episode: AgentEpisode) -> tuple[StepResult, ExitReason]:
         """Have an agent talk to the model until it returns, and grade its answer.
 
         An agent that fails after a request was refused for a limit failed of that: it is graded as it is.
@@ -543,8 +447,8 @@ class Collector:
                 trajectory=attempt.trajectory,
                 session_id=attempt.session_id,
                 chat=self._chat,
-                generate=partial(self._generate, attempt),
-                end_session=lambda name: self._engine.end_session(name),
+                generate=partial(self._turns.generate, attempt),
+                end_session=lambda name: self._turns.engine.end_session(name),
                 max_turns=self._suite.max_turns,
                 max_context=self._rollout.max_context,
                 max_new_tokens=self._rollout.max_new_tokens,
@@ -554,7 +458,7 @@ class Collector:
         answer: str | None = None
         try:
             answer = await self._call(attempt, "run_agent", episode.run_agent, session.address)
-        except _EnvironmentRaised:
+        except EnvironmentRaised:
             if not session.limit and session.failure is None:
                 raise
         finally:
@@ -564,16 +468,16 @@ class Collector:
         if session.failure is not None:
             raise session.failure
         if not session.texts and not session.limit:
-            raise _Masked(ExitReason.ERROR, "the agent returned without a request to the model")
+            raise Masked(ExitReason.ERROR, "the agent returned without a request to the model")
 
         answer = answer if answer is not None else (session.texts or [""])[-1]
         step = step_of(await self._call(attempt, "step", episode.step, answer), last=True)
-        attempt.turns += [{"action": text[:_MAX_TEXT], "observation": ""} for text in session.texts]
+        attempt.turns += [{"action": text[:MAX_TEXT], "observation": ""} for text in session.texts]
         attempt.actions = [answer]
         attempt.rewards = [0.0] * max(attempt.trajectory.num_turns - 1, 0) + [step.reward or 0.0]
         return step, ExitReason(session.limit or "done")
 
-    def _next_turn(self, attempt: _Attempt, number: int) -> Turn:
+    def _next_turn(self, attempt: Attempt, number: int) -> Turn:
         """Return the turn that continues an episode's trajectory."""
         trajectory = attempt.trajectory
         return Turn(
@@ -586,71 +490,7 @@ class Collector:
             routes=trajectory.routes,
         )
 
-    async def _generate(self, attempt: _Attempt, turn: Turn) -> GenerateResult:
-        """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
-        generated: GenerateResult | None = None
-        empty_aborts = 0
-        started = time.monotonic()
-
-        while generated is None or generated.finish_reason is FinishReason.ABORT:
-            if self._closing:
-                raise _Masked(*_CLOSED)
-            result = await self._request(attempt, turn, generated)
-
-            # An engine that aborts without end must not hold the trajectory for ever.
-            empty_aborts = 0 if len(result.output_ids) else empty_aborts + 1
-            if empty_aborts == _MAX_EMPTY_ABORTS:
-                raise InfrastructureError(f"the engine aborted a turn {empty_aborts} times without a token")
-
-            extended: GenerateResult = result if generated is None else joined(generated, result)
-
-            # The last token of the budget may arrive together with an abort; the turn is complete then.
-            if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= turn.budget:
-                extended.finish_reason = FinishReason.LENGTH
-            generated = extended
-
-        attempt.gen_seconds += time.monotonic() - started
-        return generated
-
-    async def _request(
-        self, attempt: _Attempt, turn: Turn, generated: GenerateResult | None
-    ) -> GenerateResult:
-        """Request the tokens of a turn that are still missing. generated: what earlier requests returned."""
-        task, prompt = attempt.task, turn.prompt
-        done = 0 if generated is None else len(generated.output_ids)
-        if generated is not None:
-            prompt = np.concatenate((prompt, generated.output_ids))
-        start = len(prompt)
-        request = GenerateRequest(
-            request_id=f"{turn.session_id}/{turn.key}/{start}",
-            prompt_ids=prompt,
-            sampling=SamplingParams(
-                temperature=task.temperature,
-                max_new_tokens=turn.budget - done,
-                stop_token_ids=() if self._rollout.ignore_eos else turn.stop_token_ids,
-                seed=stream_seed(task.seed, turn.key, start),
-                top_logprobs=turn.top_logprobs,
-                record_drafts=task.record,
-                routes=task.routes,
-                routes_from=next_route(turn.routes, generated),
-            ),
-            session_id=turn.session_id,
-        )
-
-        self._generating += 1
-        try:
-            return await self._engine.generate(request)
-        except asyncio.CancelledError:
-            # The caller is gone, so the engine should not finish the turn.
-            self._engine.abort([request.request_id])
-            raise
-        except Exception:
-            attempt.engine_failed = True
-            raise
-        finally:
-            self._generating -= 1
-
-    async def _call(self, attempt: _Attempt, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, attempt: Attempt, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call the environment in one of the collector's threads, and return what it returns.
 
         What an `async def` returns is awaited in the loop for code of the user, without a thread.
@@ -673,30 +513,6 @@ class Collector:
                 return returned
         finally:
             attempt.env_seconds += time.monotonic() - started
-
-
-def _mask(trajectory: Trajectory, reason: ExitReason, error: BaseException) -> None:
-    """Take the reward from a trajectory, and record why."""
-    trajectory.status = TrajectoryStatus.MASKED
-    trajectory.reward, trajectory.turn_rewards = None, []
-    trajectory.info |= {"exit_reason": reason.value} | _describe(reason, error)
-
-
-def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
-    """Return the failure in one line, and the innermost line of the user's code in its traceback."""
-    text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
-    if isinstance(error, EnvironmentHung):
-        return {"error": text[:_MAX_ERROR], "place": error.place}
-    return {"error": text[:_MAX_ERROR], "place": raised_at(error)}
-
-
-def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
-    """Record texts for people to read; `turns` is bounded by the turn limit, each text by a length."""
-    observation = observation_text(step.observation)[:_MAX_TEXT]
-    attempt.turns.append({"action": action[:_MAX_TEXT], "observation": observation})
-    attempt.rewards.append(step.reward or 0.0)
-    attempt.actions.append(action)
-    attempt.trajectory.info |= step.info
 
 
 async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:

@@ -1,0 +1,128 @@
+"""One attempt at a trajectory: what is to be rolled out, what is known of it so far, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlpipe.config.user_code import raised_at
+from rlpipe.envs.base import InfrastructureError, StepResult
+from rlpipe.envs.contract import observation_text
+from rlpipe.metrics.spans import Lane
+from rlpipe.rollout.environment_threads import EnvironmentHung
+from rlpipe.types import Trajectory, TrajectoryStatus
+
+MAX_TEXT = 2000  # characters of each action and observation that is recorded for people to read
+_MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
+
+
+class ExitReason(StrEnum):
+    """Why a trajectory ended."""
+
+    DONE = "done"  # the episode ended it: submitted, answered
+    TRUNCATED = "truncated"  # the episode ended it by a limit of its own
+    MAX_TURNS = "max_turns"
+    CONTEXT = "context"  # the next turn does not fit into the context
+    PROMPT = "prompt"  # masked: not even the first turn fits
+    INFRASTRUCTURE = "infrastructure"  # masked
+    ERROR = "error"  # masked: the environment raised something else, or broke its contract
+    CLOSED = "closed"  # masked: the collector was closed meanwhile
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Task:
+    """One trajectory to roll out, whatever becomes of its attempts.
+
+    seed: of the sampling; the environment's is derived from it. number: of the attempt among its siblings.
+    top_logprobs, record, routes: what the engine returns in addition to the tokens, see `SamplingParams`.
+    """
+
+    trajectory_id: str
+    group_id: str
+    instance_id: str
+    seed: int
+    number: int
+    temperature: float
+    top_logprobs: int = 0
+    record: bool = False
+    routes: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One attempt at a task.
+
+    gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
+    cut: a turn used up its tokens before the model ended it.
+    turns: texts for people to read. rewards, actions: of each turn so far.
+    """
+
+    task: Task
+    trajectory: Trajectory
+    session_id: str
+    lane: Lane
+    gen_seconds: float = 0.0
+    env_seconds: float = 0.0
+    sandbox_seconds: float = 0.0
+    engine_failed: bool = False
+    cut: bool = False
+    turns: list[dict[str, str]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the seconds of a call of the environment, and mark its exceptions as the environment's."""
+        started = time.monotonic()
+        try:
+            yield
+        except InfrastructureError:
+            raise
+        except BaseException as error:
+            raise EnvironmentRaised from error
+        finally:
+            self.sandbox_seconds += time.monotonic() - started
+
+    def record_turn(self, action: str, step: StepResult) -> None:
+        """Record a turn; its texts are for people to read, each bounded by a length."""
+        observation = observation_text(step.observation)[:MAX_TEXT]
+        self.turns.append({"action": action[:MAX_TEXT], "observation": observation})
+        self.rewards.append(step.reward or 0.0)
+        self.actions.append(action)
+        self.trajectory.info |= step.info
+
+    def mask(self, reason: ExitReason, error: BaseException) -> None:
+        """Take the reward from the trajectory, and record why."""
+        trajectory = self.trajectory
+        trajectory.status = TrajectoryStatus.MASKED
+        trajectory.reward, trajectory.turn_rewards = None, []
+        trajectory.info |= {"exit_reason": reason.value} | _describe(reason, error)
+
+
+class Masked(Exception):
+    """The trajectory is masked, and trying again is of no use."""
+
+    def __init__(self, reason: ExitReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EnvironmentRaised(Exception):
+    """Carries an exception of the environment, as `__cause__`, out of its thread.
+
+    SystemExit, StopIteration and CancelledError would mean something else to the event loop.
+    """
+
+
+CLOSED = (ExitReason.CLOSED, "the collector was closed")
+
+
+def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
+    """Return the failure in one line, and the innermost line of the user's code in its traceback."""
+    text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
+    if isinstance(error, EnvironmentHung):
+        return {"error": text[:_MAX_ERROR], "place": error.place}
+    return {"error": text[:_MAX_ERROR], "place": raised_at(error)}

@@ -1,0 +1,99 @@
+"""Generates the turns of attempts by an engine, and continues a turn that an abort cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from rlpipe.envs.base import InfrastructureError
+from rlpipe.rollout.attempt import CLOSED, Attempt, Masked
+from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.turn import Turn, joined, next_route, stream_seed
+from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams
+
+_MAX_EMPTY_ABORTS = 100  # in a row, of one turn
+
+
+class TurnGenerator:
+    """Has an engine generate turns.
+
+    engine: may be replaced; turns that the previous one ends with ABORT are continued by the new one.
+    running: turns that the engine has. ignore_eos: turns end by their budget alone.
+    """
+
+    def __init__(self, engine: Engine, *, ignore_eos: bool) -> None:
+        self.engine = engine
+        self.running = 0
+        self._ignore_eos = ignore_eos
+        self._closed = False
+
+    def close(self) -> None:
+        """Abort all turns, and mask the trajectories of those that are generated from here on."""
+        self._closed = True
+        self.engine.abort()
+
+    async def generate(self, attempt: Attempt, turn: Turn) -> GenerateResult:
+        """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
+        generated: GenerateResult | None = None
+        empty_aborts = 0
+        started = time.monotonic()
+
+        while generated is None or generated.finish_reason is FinishReason.ABORT:
+            if self._closed:
+                raise Masked(*CLOSED)
+            result = await self._request(attempt, turn, generated)
+
+            # An engine that aborts without end must not hold the trajectory for ever.
+            empty_aborts = 0 if len(result.output_ids) else empty_aborts + 1
+            if empty_aborts == _MAX_EMPTY_ABORTS:
+                raise InfrastructureError(f"the engine aborted a turn {empty_aborts} times without a token")
+
+            extended: GenerateResult = result if generated is None else joined(generated, result)
+
+            # The last token of the budget may arrive together with an abort; the turn is complete then.
+            if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= turn.budget:
+                extended.finish_reason = FinishReason.LENGTH
+            generated = extended
+
+        attempt.gen_seconds += time.monotonic() - started
+        return generated
+
+    async def _request(
+        self, attempt: Attempt, turn: Turn, generated: GenerateResult | None
+    ) -> GenerateResult:
+        """Request the tokens of a turn that are still missing. generated: what earlier requests returned."""
+        task, prompt = attempt.task, turn.prompt
+        done = 0 if generated is None else len(generated.output_ids)
+        if generated is not None:
+            prompt = np.concatenate((prompt, generated.output_ids))
+        start = len(prompt)
+        request = GenerateRequest(
+            request_id=f"{turn.session_id}/{turn.key}/{start}",
+            prompt_ids=prompt,
+            sampling=SamplingParams(
+                temperature=task.temperature,
+                max_new_tokens=turn.budget - done,
+                stop_token_ids=() if self._ignore_eos else turn.stop_token_ids,
+                seed=stream_seed(task.seed, turn.key, start),
+                top_logprobs=turn.top_logprobs,
+                record_drafts=task.record,
+                routes=task.routes,
+                routes_from=next_route(turn.routes, generated),
+            ),
+            session_id=turn.session_id,
+        )
+
+        self.running += 1
+        try:
+            return await self.engine.generate(request)
+        except asyncio.CancelledError:
+            # The caller is gone, so the engine should not finish the turn.
+            self.engine.abort([request.request_id])
+            raise
+        except Exception:
+            attempt.engine_failed = True
+            raise
+        finally:
+            self.running -= 1
