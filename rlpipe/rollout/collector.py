@@ -382,11 +382,11 @@ class Collector:
         A cancelled attempt frees its sandbox too: the call continues without a waiter.
         """
         closing = asyncio.ensure_future(self._call(attempt, "close", close_episode, episode))
+        # Read what it raises even when nobody waits for it any more, or asyncio prints it.
+        closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
         await asyncio.wait({closing}, timeout=limit)
         if limit is None:
             await closing
-        else:
-            closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
 
     async def _take_turns(self, attempt: Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""

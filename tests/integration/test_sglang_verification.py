@@ -127,6 +127,10 @@ def test_recorded_drafts_are_those_of_the_model_and_say_what_became_of_the_token
             ):
                 errors.append((torch.tensor(found) - wanted).abs().max().item())
             compared += 3
+
+        # The last token may be the prefill's, behind the model's own end token.
+        if following == len(result.output_ids) - 1 and one.sampling.stop_token_ids:
+            following += int(result.output_ids[following - 1] == END)
         assert following >= len(result.output_ids)
     print(f"{compared} drafts, largest difference {max(errors):.2e}")
     assert max(errors) < 1e-4 and kept == {0, 1, 2, 3} and compared > 300

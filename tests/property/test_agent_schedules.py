@@ -119,7 +119,7 @@ class World:
             env=EnvConfig(),
             agents=self,
         )
-        one._engine.mixes = self.mixes
+        one._turns.engine.mixes = self.mixes
         one._threads = Inline()
         one._sessions = self.numbers  # so that names of sessions tell workers apart
         return one
@@ -141,10 +141,10 @@ class World:
             if fault == "updated":
                 self.version += 1
                 for worker in self.workers:
-                    worker._engine.end_all("updated")
+                    worker._turns.engine.end_all("updated")
             elif fault == "killed":
                 index = self.random.randrange(len(self.workers))
-                self.workers[index]._engine.end_all("killed")
+                self.workers[index]._turns.engine.end_all("killed")
                 self.workers[index] = self.worker()
             elif not self.ledger._in_memory:
                 self.ledger._db.execute("PRAGMA max_page_count = 1")

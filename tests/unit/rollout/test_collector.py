@@ -1,6 +1,7 @@
 """The collector against a scripted engine and a scripted environment."""
 
 import asyncio
+import gc
 import re
 import threading
 from dataclasses import dataclass, field
@@ -624,6 +625,35 @@ def test_cancelling_aborts_the_running_requests():
 
     engine = asyncio.run(asyncio.wait_for(play(), 10))
     assert engine.aborts == 2 and engine.running == 0 and len(engine.ended) == 2
+
+
+def test_an_environment_that_fails_to_close_behind_a_cancelled_attempt_is_not_reported_by_asyncio():
+    closing, reported, go_on = threading.Event(), [], threading.Event()
+
+    class FailsToClose(EchoEpisode):
+        def close(self):
+            closing.set()
+            go_on.wait(10)
+            raise PermissionError("scratch")
+
+    async def play():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        suite = EchoSuite()
+        suite.episode = lambda instance_id: FailsToClose(suite, instance_id)
+        one = collector(ScriptedEngine(["submit"]), suite)
+        running = asyncio.create_task(one.collect(Prompt(instance_id="i", group_id="g"), 1))
+        await asyncio.to_thread(closing.wait, 10)
+
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        go_on.set()
+        await one.close()
+        await asyncio.sleep(0.05)  # the thread's answer arrives
+        gc.collect()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+    assert closing.is_set() and reported == []
 
 
 def test_stream_seeds_are_stable_across_processes_and_versions():
