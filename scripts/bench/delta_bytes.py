@@ -77,7 +77,8 @@ def main() -> None:
             train(run, args.steps, [f"model.path={args.model}", *settings, *args.settings])
             results[arm] = deltas(run, args.steps, resolve_model(args.model))
         for row in results[arm]:
-            sent = (row["delta_bytes"] or row["whole_bytes"]) / row["whole_bytes"]
+            is_full = row["delta_bytes"] is None
+            sent = 1.0 if is_full else row["delta_bytes"] / row["whole_bytes"]
             print(f"{arm} step {row['step']}: {row['share']:.3%} of the elements, {sent:.1%} of the bytes")
     write_result(args.json, provenance(args, load) | {"results": results})
 
