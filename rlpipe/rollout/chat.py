@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,11 @@ class ChatFormat:
         self._closing_length = len(closing)
         self._roles: dict[str, bool] = {}
         self.observation_role = "tool" if self._follows_a_turn("tool") else "user"
+
+    @cached_property
+    def vocab(self) -> int:
+        """All token ids of the tokenizer are below this number."""
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ChatFormat:

@@ -10,7 +10,9 @@ from rlpipe.serve.requests import (
     ChatRequest,
     Reply,
     count_of,
+    flag_of,
     list_of,
+    list_or_empty,
     message_of,
     stops_of,
     tools_of,
@@ -45,11 +47,11 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     tops = count_of(body, "top_logprobs", least=0, most=MAX_ALTERNATIVES) or 0
     return ChatRequest(
         messages=[message_of(message) for message in list_of(body.get("messages"), "messages")],
-        tools=chosen_tools(body, tools_of(body.get("tools"))),
+        tools=chosen_tools(body, tools_of(list_or_empty(body, "tools"))),
         n=count_of(body, "n", least=1, most=64) or 1,
         max_tokens=count_of(body, "max_completion_tokens", "max_tokens", least=1, most=MAX_TOKENS),
         stop=stops_of(body.get("stop")),
-        top_logprobs=tops if body.get("logprobs") else 0,
+        top_logprobs=tops if flag_of(body, "logprobs") else 0,
         overridden=overridden(body),
     )
 
@@ -57,8 +59,8 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
 def chosen_tools(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools that the model may call. Raises ApiError for a choice that cannot be enforced."""
     choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind not in (None, "auto", "none"):
+    kind = choice.get("type", "") if isinstance(choice, Mapping) else choice
+    if kind not in ("auto", "none") and choice is not None:
         raise ApiError(400, f"tool_choice={kind!r}: the model chooses itself: send auto or none.")
     return [] if kind == "none" else tools
 

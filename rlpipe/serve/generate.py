@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpipe.serve.chat import MAX_TOKENS
-from rlpipe.serve.requests import ApiError, Reply, count_of, list_of
+from rlpipe.serve.requests import ApiError, Reply, count_of, list_of, list_or_empty
 from rlpipe.serve.session import Session
 
 
 async def reply_to(session: Session, body: Mapping[str, Any]) -> Reply:
     """Generate the turn that a body asks for. Raises ApiError."""
-    if body.get("features") or body.get("content_parts"):
+    if any(body.get(name) not in (None, []) for name in ("features", "content_parts")):
         raise ApiError(400, "features and content_parts are not supported: this model reads text only.")
-    sampling = body.get("sampling_params") or {}
+    sampling = {} if body.get("sampling_params") is None else body["sampling_params"]
     if not isinstance(sampling, Mapping):
         raise ApiError(400, "sampling_params must be an object.")
     if count_of(sampling, "n", least=1, most=1 << 30) not in (None, 1):
@@ -23,7 +23,9 @@ async def reply_to(session: Session, body: Mapping[str, Any]) -> Reply:
     return await session.tokens(
         _ids(body.get("token_ids"), "token_ids"),
         max_tokens=count_of(sampling, "max_tokens", least=1, most=MAX_TOKENS),
-        stop_token_ids=_ids(sampling.get("stop_token_ids") or [], "sampling_params.stop_token_ids", least=0),
+        stop_token_ids=_ids(
+            list_or_empty(sampling, "stop_token_ids"), "sampling_params.stop_token_ids", least=0
+        ),
     )
 
 

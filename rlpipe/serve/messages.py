@@ -14,6 +14,7 @@ from rlpipe.serve.requests import (
     Reply,
     count_of,
     list_of,
+    list_or_empty,
     message_of,
     stops_of,
     text_of,
@@ -33,8 +34,8 @@ _ERRORS = {
 def request_of(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request of a body. Raises ApiError."""
     messages: list[Message] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": text_of(body["system"], "system")})
+    if system := text_of(body.get("system"), "system"):
+        messages.append({"role": "system", "content": system})
     given = list_of(body.get("messages"), "messages")
     if not given:
         raise ApiError(400, "messages is empty: send one message or more.")
@@ -44,7 +45,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     max_tokens = count_of(body, "max_tokens", least=1, most=MAX_TOKENS)
     if max_tokens is None:
         raise ApiError(400, "max_tokens is missing: set the maximum number of tokens of an answer.")
-    tools = tools_of([{"function": _function(tool)} for tool in list_of(body.get("tools") or [], "tools")])
+    tools = tools_of([{"function": _function(tool)} for tool in list_or_empty(body, "tools")])
     return ChatRequest(
         messages=messages,
         tools=chosen_tools(body, tools),
@@ -97,7 +98,7 @@ def error(failure: ApiError) -> dict[str, Any]:
 
 
 def _function(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or "input_schema" not in tool:
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("input_schema"), Mapping):
         raise ApiError(400, "tools must hold {'name': ..., 'input_schema': {...}}: the server runs no tools.")
     return {
         "name": tool.get("name"),
@@ -108,9 +109,11 @@ def _function(tool: Any) -> dict[str, Any]:
 
 def _messages_of(given: Any) -> list[Message]:
     """Return the chat messages of one message: results of tools are messages of their own."""
-    content = given.get("content") if isinstance(given, Mapping) else None
-    if not isinstance(content, list):
+    if not isinstance(given, Mapping):
         return [message_of(given)]
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(content, list):
+        return [message_of({"role": role, "content": content})]
 
     texts, calls, results = [], [], []
     for block in content:
@@ -124,9 +127,8 @@ def _messages_of(given: Any) -> list[Message]:
         else:
             texts.append(block)
 
-    if results and not texts:
-        return results
-    return [*results, message_of({"role": given.get("role"), "content": texts, "tool_calls": calls})]
+    message = message_of({"role": role, "content": texts, "tool_calls": calls})
+    return results if results and not texts and not calls else [*results, message]
 
 
 def _head(reply: Reply, body: Mapping[str, Any], name: str) -> dict[str, Any]:

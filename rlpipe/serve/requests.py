@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 Message = dict[str, Any]
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_TEXT_PARTS = ("text", "input_text", "output_text")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_STOPS = 16
 
 
 class ApiError(Exception):
@@ -83,19 +84,16 @@ def message_of(given: Any, where: str = "messages") -> Message:
     """
     if not isinstance(given, Mapping):
         raise ApiError(400, f"{where} must hold objects with role and content, not {type(given).__name__}.")
-    role = _ROLES.get(given.get("role", "")) if isinstance(given.get("role"), str) else None
+    role = ROLES.get(given.get("role", "")) if isinstance(given.get("role"), str) else None
     if role is None:
-        raise ApiError(400, f"{where}: role={given.get('role')!r} must be one of {', '.join(_ROLES)}.")
+        raise ApiError(400, f"{where}: role={given.get('role')!r} must be one of {', '.join(ROLES)}.")
 
     message: Message = {"role": role, "content": text_of(given.get("content"), where)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if given.get(name) is not None:
             message[name] = string_of(given[name], f"{where}: {name}")
-    if given.get("tool_calls"):
-        message["tool_calls"] = [
-            _call_of(call, where) for call in list_of(given["tool_calls"], f"{where}: tool_calls")
-        ]
-    return message
+    calls = [_call_of(call, where) for call in list_or_empty(given, "tool_calls", f"{where}: ")]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def text_of(content: Any, where: str) -> str:
@@ -105,7 +103,7 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind not in _TEXT_PARTS:
+            if kind not in TEXT_PARTS:
                 raise ApiError(400, f"{where}: content of type {kind!r}: this model reads text only.")
         return "".join(string_of(part.get("text"), f"{where}: text") for part in content)
     return string_of(content, f"{where}: content")
@@ -129,32 +127,42 @@ def list_of(value: Any, where: str) -> Sequence[Any]:
     return value
 
 
+def list_or_empty(body: Mapping[str, Any], name: str, where: str = "") -> Sequence[Any]:
+    """Return a field that holds a list, or is left out or null. Raises ApiError for anything else."""
+    return [] if body.get(name) is None else list_of(body[name], f"{where}{name}")
+
+
+def flag_of(body: Mapping[str, Any], name: str) -> bool:
+    """Return a field that is true, false, null or left out. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"{name}={json.dumps(value)[:50]} must be true or false.")
+    return bool(value)
+
+
 def count_of(body: Mapping[str, Any], *names: str, least: int, most: int) -> int | None:
     """Return the first field that is present, an integer within bounds; None if none is present.
 
-    Raises ApiError for anything else.
+    Raises ApiError when one of them is anything else.
     """
-    for name in names:
-        value = body.get(name)
-        if value is None:
-            continue
+    values = [(name, body[name]) for name in names if body.get(name) is not None]
+    for name, value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ApiError(
                 400, f"{name}={json.dumps(value)[:50]} must be a whole number from {least} to {most}."
             )
-        return value
-    return None
+    return values[0][1] if values else None
 
 
-def tools_of(given: Any) -> list[dict[str, Any]]:
+def tools_of(given: Sequence[Any]) -> list[dict[str, Any]]:
     """Return OpenAI's schemas of functions. Raises ApiError for anything else."""
     tools = []
-    for tool in list_of(given or [], "tools"):
+    for tool in given:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ApiError(400, "tools must hold {'type': 'function', 'function': {'name': ...}}.")
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(parameters, Mapping):
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
             raise ApiError(400, f"tools: parameters of {function['name']!r} must be a JSON schema.")
         tools.append(
             {
@@ -162,7 +170,7 @@ def tools_of(given: Any) -> list[dict[str, Any]]:
                 "function": {
                     "name": function["name"],
                     "description": str(function.get("description") or ""),
-                    "parameters": dict(parameters),
+                    "parameters": dict(parameters or {"type": "object", "properties": {}}),
                 },
             }
         )
@@ -171,9 +179,9 @@ def tools_of(given: Any) -> list[dict[str, Any]]:
 
 def stops_of(given: Any) -> tuple[str, ...]:
     """Return the texts that end a turn: one, or a list. Raises ApiError for anything else."""
-    stops = [given] if isinstance(given, str) else list_of(given or [], "stop")
-    if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > 16:
-        raise ApiError(400, "stop must be at most 16 texts that are not empty.")
+    stops = [] if given is None else [given] if isinstance(given, str) else list_of(given, "stop")
+    if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > MAX_STOPS:
+        raise ApiError(400, f"stop must be at most {MAX_STOPS} texts that are not empty.")
     return tuple(stops)
 
 

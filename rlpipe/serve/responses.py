@@ -14,7 +14,9 @@ from rlpipe.serve.requests import (
     Reply,
     count_of,
     list_of,
+    list_or_empty,
     message_of,
+    text_of,
     tools_of,
 )
 
@@ -24,22 +26,25 @@ _STATE = ("previous_response_id", "conversation", "prompt", "background")
 
 def request_of(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request of a body. Raises ApiError."""
-    if kept := [name for name in _STATE if body.get(name)]:
+    if kept := [name for name in _STATE if body.get(name) is not None and body[name] is not False]:
         raise ApiError(400, f"{kept[0]} is not supported: send the whole conversation as input.")
-    form = (body.get("text") or {}).get("format") if isinstance(body.get("text") or {}, Mapping) else None
-    if isinstance(form, Mapping) and form.get("type") != "text":
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, Mapping) else text
+    if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
         raise ApiError(400, "text.format: only text: the model samples freely, so that it can be trained.")
 
     messages: list[Message] = []
-    if body.get("instructions"):
-        messages.append(message_of({"role": "system", "content": body["instructions"]}, "instructions"))
+    if instructions := text_of(body.get("instructions"), "instructions"):
+        messages.append({"role": "system", "content": instructions})
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(given, "input")
+    if not items:
+        raise ApiError(400, "input is empty: send one item or more.")
     for item in items:
         _add(messages, item)
 
     tools = []
-    for tool in list_of(body.get("tools") or [], "tools"):
+    for tool in list_or_empty(body, "tools"):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             raise ApiError(400, "tools must be functions: the server runs no tools.")
         tools.append({"function": tool})

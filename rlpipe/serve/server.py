@@ -1,7 +1,8 @@
 """The HTTP side: one server of a rollout worker, keys, limits, and the routes to the dialects.
 
     key of an attempt: `Authorization: Bearer KEY`, `x-api-key: KEY`, or the path /session/KEY/...
-    POST /v1/chat/completions, /v1/responses, /v1/messages, /inference/v1/generate; GET /v1/models, /health
+    POST /v1/chat/completions, /v1/responses, /v1/messages, /inference/v1/generate
+    GET /v1/models, /health, /openapi.json (`rlpipe.serve.openapi` describes all of them)
 
 A key is made for each attempt and is valid until the attempt ends. A request that cannot be answered gets an
 error in the form of its dialect: 400 malformed, or beyond a limit of the attempt; 401 no key of a running
@@ -25,9 +26,10 @@ from aiohttp import web
 
 from rlpipe.config.env import ToolParser
 from rlpipe.envs.base import AgentAddress
+from rlpipe.envs.tools.parsers import strict_json
 from rlpipe.rollout.agents import AgentAttempt
-from rlpipe.serve import chat, generate, messages, responses
-from rlpipe.serve.requests import ApiError
+from rlpipe.serve import chat, generate, messages, openapi, responses
+from rlpipe.serve.requests import ApiError, flag_of
 from rlpipe.serve.session import Session
 
 MAX_BODY = 32 << 20  # bytes
@@ -114,6 +116,7 @@ class AgentServer:
             app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
             app.router.add_get(f"{prefix}/v1/models", self._models)
         app.router.add_get("/health", _health)
+        app.router.add_get("/openapi.json", _openapi)
         return app
 
     def _session_of(self, request: web.Request) -> Session:
@@ -131,11 +134,11 @@ class AgentServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session_of(request)
             body = await _body(request)
-            asked = dialect.request_of(body)
+            asked, streams = dialect.request_of(body), flag_of(body, "stream")
             name, created = secrets.token_hex(12), int(time.time())
             work = asyncio.ensure_future(session.chat(asked))
             try:
-                if body.get("stream"):
+                if streams:
                     stream = _Stream(request, dialect)
                     return await stream.send(
                         work, lambda replies: dialect.events(replies, body, name, created)
@@ -207,6 +210,10 @@ async def _health(request: web.Request) -> web.StreamResponse:
     return web.json_response({"status": "ok"})
 
 
+async def _openapi(request: web.Request) -> web.StreamResponse:
+    return web.json_response(openapi.document())
+
+
 async def _body(request: web.Request) -> dict[str, Any]:
     """Read a request's JSON object. Raises ApiError when it is late, or is none."""
     try:
@@ -215,7 +222,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_S:g} s.", "slow") from None
     try:
-        body = json.loads(text)
+        body = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:100]}", "malformed") from None
     if not isinstance(body, dict):
@@ -231,6 +238,10 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
         return await handler(request)
     except ApiError as failure:
         return web.json_response(error(failure), status=failure.status)
+    except RecursionError:
+        failure = ApiError(400, "the body is nested too deeply.", "malformed")
+        return web.json_response(error(failure), status=400)
     except web.HTTPException as failure:
         reason = ApiError(failure.status, f"{request.method} {request.path}: {failure.reason}.", "http")
-        return web.json_response(error(reason), status=failure.status)
+        allowed = {"Allow": failure.headers["Allow"]} if "Allow" in failure.headers else {}
+        return web.json_response(error(reason), status=failure.status, headers=allowed)

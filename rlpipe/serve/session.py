@@ -264,6 +264,9 @@ class Session:
             t for t in self._turns if t.length < len(ids) and np.array_equal(self._ids_of(t), ids[: t.length])
         ]
         after = max(before, key=lambda turn: (turn.length, not turn.continued), default=None)
+        new = ids[after.length if after else 0 :]
+        if new.max() >= self._chat.vocab:
+            raise ApiError(400, f"token_ids: {new.max()} is no token of this model ({self._chat.vocab}).")
         return self._planned(ids, after, messages=None, text="", keys=[""])
 
     def _planned(
@@ -307,7 +310,9 @@ class Session:
             if tools and (names := json.dumps(tools)) not in self._checked_tools:
                 self._chat.check_tools(tools)
                 self._checked_tools.add(names)
-            return self._chat.rendered(messages, tools)
+            text = self._chat.rendered(messages, tools)
+            text.encode()  # half a surrogate pair, in whatever field, is no text
+            return text
         except Exception as error:  # templates raise errors of jinja, and of Python where a field is missing
             reason = f"{type(error).__name__}: {str(error)[:_SHOWN]}"
             raise ApiError(400, f"the model's chat template refuses this conversation: {reason}") from error

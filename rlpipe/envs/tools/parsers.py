@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import re
 import tokenize
 from collections.abc import Callable
@@ -106,10 +107,18 @@ def _python_call(node: ast.expr) -> ToolCall:
     )
 
 
+def strict_json(text: str | bytes, **options: Any) -> Any:
+    """Read JSON as other languages do: no NaN, no number beyond a float. options: of `json.loads`.
+
+    Raises ValueError, and RecursionError for what is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite, **options)
+
+
 def _load(body: str) -> Any:
-    """JSON without the liberties that Python's reader takes: no repeated key, no NaN."""
+    """Read a call's JSON, in which no key may repeat. Raises MalformedCall."""
     try:
-        return json.loads(body, object_pairs_hook=_once, parse_constant=_refuse)
+        return strict_json(body, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise MalformedCall(f"not JSON: {error.msg} at character {error.pos}") from error
     except RecursionError as error:
@@ -127,6 +136,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(f"{digits:.40}")
 
 
 def _object(record: Any, keys: tuple[str, ...]) -> ToolCall:

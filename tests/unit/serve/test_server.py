@@ -13,6 +13,7 @@ import pytest
 
 from rlpipe.config.env import ToolParser
 from rlpipe.rollout.chat import ChatFormat
+from rlpipe.serve import messages
 from rlpipe.serve import server as server_module
 from rlpipe.serve.server import AgentServer
 from tests.helpers.agents import CALL, TOOL, Sampler, assert_recorded, attempt_at, templates, tokenizer_for
@@ -186,6 +187,39 @@ BAD = {
     "deep": (b"[" * 100_000, 400, "malformed"),
     "no messages": (b"{}", 400, "invalid_request"),
     "a role": (b'{"messages": [{"role": "king", "content": "x"}]}', 400, "invalid_request"),
+    "not a number": (b'{"messages": [], "temperature": NaN}', 400, "malformed"),
+    "a number beyond a float": (b'{"messages": [], "temperature": 1e999}', 400, "malformed"),
+    "a deep schema": (
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f", '
+        + b'"parameters": '
+        + b'{"a": ' * 600
+        + b"{}"
+        + b"}" * 600
+        + b"}}]}",
+        400,
+        "malformed",
+    ),
+    "half a surrogate in a call": (
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\ud800"}'}}],
+                    },
+                    {"role": "tool", "content": "x"},
+                ]
+            }
+        ).encode(),
+        400,
+        "invalid_request",
+    ),
+    "a stream that is no flag": (
+        b'{"messages": [{"role": "user", "content": "x"}], "stream": "no"}',
+        400,
+        "invalid_request",
+    ),
     "half a surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_request"),
     "an image": (
         b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
@@ -225,6 +259,35 @@ def test_every_bad_request_has_an_answer_that_says_what_is_wrong(model):
     answers, one = served(model, use)
     assert answers == {name: (status, code) for name, (_, status, code) in BAD.items()}
     assert one.trajectory.num_turns == 0
+
+
+def test_ids_that_are_no_tokens_are_refused_before_they_reach_the_engine(model):
+    async def use(one):
+        async with one.http() as client:
+            path = "/inference/v1/generate"
+            return [
+                (await client.post(path, json={"token_ids": ids})).status_code
+                for ids in ([5, 6], [5, model[1]], [5, model[1] - 1])
+            ]
+
+    statuses, one = served(model, use, ["fine", "fine"])
+    assert statuses == [200, 400, 200] and len(one.sampler.sampled) == 2
+
+
+def test_a_path_that_takes_another_method_says_which(model):
+    async def use(one):
+        async with one.http() as client:
+            reply = await client.get("/v1/chat/completions")
+            return reply.status_code, reply.headers["Allow"]
+
+    assert served(model, use)[0] == (405, "POST")
+
+
+def test_calls_beside_results_without_a_text_stay_in_an_anthropic_conversation():
+    block = {"type": "tool_use", "id": "a", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "b", "content": "page"}
+    body = {"max_tokens": 1, "messages": [{"role": "assistant", "content": [block, result]}]}
+    assert [message["role"] for message in messages.request_of(body).messages] == ["tool", "assistant"]
 
 
 def test_a_key_opens_its_attempt_only_while_it_runs(model):
