@@ -11,6 +11,8 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least
 from rlpipe.config.sglang import SglangConfig
 
+PARKED = 2  # tokens of conversations without a row, in the tokens that all rows of an embedded engine hold
+
 
 class EngineKind(Choice):
     """The engine that decodes."""
@@ -48,7 +50,9 @@ class RolloutConfig:
     """Number of groups that one worker generates at a time; 0: as many as are admitted."""
 
     max_running: int = 64
-    """Number of KV rows of an engine, which running requests and idle conversations share."""
+    """Number of KV rows of an engine, which running requests and idle conversations share. The embedded
+    engine keeps further idle conversations in host memory, up to twice as many tokens as its rows hold, and
+    computes the rest again."""
 
     max_context: int = 512
     """Maximum number of tokens of a conversation, prompt included; at most the model's

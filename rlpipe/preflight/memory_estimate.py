@@ -27,6 +27,7 @@ resume, and in Hugging Face's format). With run.save_async training continues du
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections import Counter
@@ -38,7 +39,7 @@ from pathlib import Path
 from rlpipe.config.cuda_graphs import captured_batches
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.paths import resolve_model
-from rlpipe.config.rollout import Dtype, EngineKind
+from rlpipe.config.rollout import PARKED, Dtype, EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
@@ -418,6 +419,15 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
     return own + 3 * tokens * size * arch.experts.shared
 
 
+def parked_bytes(arch: Architecture, config: Config) -> int:
+    """Return the bytes of the conversations that one embedded engine keeps beside its rows."""
+    rollout, pipeline = config.rollout, config.pipeline
+    admitted = pipeline.groups_ahead * (1 + pipeline.max_staleness)
+    groups = rollout.concurrent_groups or math.ceil(admitted / rollout.workers)
+    beyond = max(0, groups * pipeline.group_size - rollout.max_running)
+    return min(PARKED * rollout.max_running, beyond) * conversation_bytes(arch, config)
+
+
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
     """Return the bytes of keys, values and routes of one conversation on one of `tp` devices.
 
@@ -469,7 +479,10 @@ def estimate(config: Config, card: int = 0) -> list[Memory]:
     elif run_mode.generates:
         engine = engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu")
         shared = run_mode.trains and config.cluster.mode is ClusterMode.INLINE
-        processes.append(engine if card else _on_host(engine, config, libraries=0 if shared else LIBRARIES))
+        if not card:
+            engine = _on_host(engine, config, libraries=0 if shared else LIBRARIES)
+            engine = replace(engine, parts=engine.parts | {"parked": parked_bytes(served, config)})
+        processes.append(engine)
     return processes
 
 

@@ -184,16 +184,44 @@ def test_a_conversation_that_changes_its_past_is_recomputed_from_there(checkpoin
     assert worst_logprob_error(reference, edited[:4], shorter) < TOLERANCE
 
 
-def test_more_conversations_than_rows_evict_the_oldest_and_stay_right(checkpoint, reference):
+@pytest.mark.parametrize("mode", MODES)
+def test_conversations_beyond_the_rows_are_parked_and_prefill_only_what_is_new(checkpoint, reference, mode):
+    with running_engine(checkpoint, mode, max_running=2) as engine:
+        ids = dict(enumerate(_prompts(5)))
+        for turn in range(2):
+            before = engine.stats().prefill_tokens
+            results = generate(
+                engine, *(request(10 * turn + i, ids[i], session=str(i), max_new_tokens=6) for i in ids)
+            )
+            processed = engine.stats().prefill_tokens - before
+            for i, result in enumerate(results):
+                assert worst_logprob_error(reference, ids[i], result) < TOLERANCE
+                ids[i] = [*ids[i], *result.output_ids.tolist(), 9]
+        assert processed == 5 * (2 if mode == "none" else 3)
+
+
+def test_parked_conversations_lose_their_keys_where_there_is_no_room_for_them(checkpoint, reference):
     with running_engine(checkpoint, max_running=2) as engine:
+        engine._table.max_parked_tokens = 20
         ids = dict(enumerate(_prompts(5)))
         for turn in range(2):
             results = generate(
                 engine, *(request(10 * turn + i, ids[i], session=str(i), max_new_tokens=6) for i in ids)
             )
+            assert engine._table.parked_tokens <= 20
             for i, result in enumerate(results):
                 assert worst_logprob_error(reference, ids[i], result) < TOLERANCE
                 ids[i] = [*ids[i], *result.output_ids.tolist(), 9]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_new_weights_leave_parked_conversations_their_keys_only_where_the_run_says_so(checkpoint, policy):
+    with running_engine(checkpoint, max_running=1, kv_on_update=policy) as engine:
+        prompts = _prompts(2)
+        generate(engine, *(request(i, prompts[i], session=str(i), max_new_tokens=4) for i in (0, 1)))
+        assert engine._table.parked_tokens
+        engine.update_weights(read_weights(checkpoint), 1)
+        assert bool(engine._table.parked_tokens) == (policy == "keep")
 
 
 def _mtp_hidden(path, ids: list[int]) -> torch.Tensor:

@@ -7,20 +7,44 @@ contents move when a request joins or leaves.
 Only keys, values and the draft's hidden state are on the device. Other state is in arrays on the
 host, uploaded by a pass as needed: every token passes through the host anyway. A row with `total` tokens
 has keys for the first total - 1 of them; the last one is the next pass's input.
+
+A conversation whose row another one needs is parked: what its row holds is copied to the host, and back when
+its next request joins. So rows hold what runs, and more conversations can be open than there are rows. Parked
+ones have at most PARKED times as many tokens as fit into all rows; one that does not fit loses its keys. To
+drop the oldest instead would drop what comes back next, where conversations take turns.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlpipe.config.rollout import PARKED
 from rlpipe.rollout.embedded.attention import PIECE_ROWS, use_products
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import greedy_rows, softmax
 from rlpipe.types import routes_type
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Cached:
+    """What is cached of a conversation: tokens, all but the last with keys, and `draft_keys` of the table."""
+
+    tokens: np.ndarray
+    draft_keys: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _Parked:
+    """A conversation without a row. tensors: of its tokens, on the host. hidden: the draft's states."""
+
+    cached: Cached
+    tensors: list[torch.Tensor]
+    hidden: torch.Tensor
 
 
 class RowTable:
@@ -70,6 +94,8 @@ class RowTable:
         self.jobs: list[Any] = [None] * rows
         self._owner: list[str | None] = [None] * rows
         self._sessions: OrderedDict[str, int] = OrderedDict()  # idle ones, least recently used first
+        self._parked: dict[str, _Parked] = {}
+        self.parked_tokens, self.max_parked_tokens = 0, PARKED * rows * slots
 
     def divisor(self, rows: np.ndarray | slice) -> torch.Tensor | None:
         """Return the temperatures [n] of n rows, None when all are 1; greedy rows have 1."""
@@ -89,14 +115,23 @@ class RowTable:
         """Return the row of an idle conversation, or None."""
         return self._sessions.get(session_id) if session_id is not None else None
 
+    def cached(self, session_id: str | None) -> Cached | None:
+        """Return what is cached of a conversation without a request, or None."""
+        row, parked = self.idle_row(session_id), self._parked.get(session_id or "")
+        return self.cached_in(row) if row is not None else parked.cached if parked else None
+
+    def cached_in(self, row: int) -> Cached:
+        """Return what is cached in a row; changes with it."""
+        return Cached(tokens=self.tokens[row, : int(self.total[row])], draft_keys=int(self.draft_keys[row]))
+
     def take(self, session_id: str | None) -> tuple[int, bool]:
         """Make row `active` the row of a joining request; needs active < rows.
 
         Returns (row, whether it has the conversation's keys).
         """
         target, row = self.active, self.idle_row(session_id)
-        known = row is not None
-        if known:
+        parked = self._unpark(session_id)
+        if row is not None:
             del self._sessions[session_id]
             self._exchange(row, target)
         elif self.used < self.rows:
@@ -105,14 +140,17 @@ class RowTable:
                 self._move(target, self.used)
             self.used += 1
         else:
-            # No row is free, so the conversation that was idle for the longest time loses its keys.
-            _, oldest = self._sessions.popitem(last=False)
+            # No row is free, so the conversation that was idle for the longest time loses its row.
+            evicted, oldest = self._sessions.popitem(last=False)
+            self._park(evicted, oldest)
             if oldest != target:
                 self._move(target, oldest)
 
         self.active += 1
         self._owner[target] = session_id
-        return target, known
+        if parked:
+            self._restore(target, parked)
+        return target, row is not None or parked is not None
 
     def seat(
         self,
@@ -190,8 +228,8 @@ class RowTable:
                 self._owner[row] = None
 
     def drop_idle(self) -> None:
-        """Free all idle conversations."""
-        for session_id in list(self._sessions):
+        """Free all idle conversations, parked ones too."""
+        for session_id in [*self._sessions, *self._parked]:
             self._drop(session_id)
 
     def copy_keys(self, source: int, target: int, length: int) -> None:
@@ -204,7 +242,36 @@ class RowTable:
         keys = self.cache[:, :, row, :, :length]
         return [keys, *(x[row, :length] for x in (self.history, self.routes) if x is not None)]
 
+    def _park(self, session_id: str, row: int) -> None:
+        """Copy a conversation's row to the host, if it fits."""
+        cached = self.cached_in(row)
+        length = len(cached.tokens)
+        if self.parked_tokens + length > self.max_parked_tokens:
+            return
+        self._parked[session_id] = _Parked(
+            cached=replace(cached, tokens=cached.tokens.copy()),
+            tensors=[tensor.to("cpu", copy=True) for tensor in self._tensors(row, length)],
+            hidden=self.hidden[row].to("cpu", copy=True),
+        )
+        self.parked_tokens += length
+
+    def _unpark(self, session_id: str | None) -> _Parked | None:
+        """Take a conversation out of the parked ones."""
+        parked = self._parked.pop(session_id or "", None)
+        self.parked_tokens -= len(parked.cached.tokens) if parked else 0
+        return parked
+
+    def _restore(self, row: int, parked: _Parked) -> None:
+        """Copy a parked conversation into a row."""
+        length = len(parked.cached.tokens)
+        for to, of in zip(self._tensors(row, length), parked.tensors, strict=True):
+            to.copy_(of)
+        self.hidden[row] = parked.hidden.to(self._device)
+        self.tokens[row, :length], self.total[row] = parked.cached.tokens, length
+        self.draft_keys[row] = parked.cached.draft_keys
+
     def _drop(self, session_id: str) -> None:
+        self._unpark(session_id)
         row = self._sessions.pop(session_id, None)
         if row is not None:
             self._owner[row] = None

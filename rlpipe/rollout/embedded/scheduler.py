@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlpipe.rollout.embedded.decoder import Decoder, Emitted
-from rlpipe.rollout.embedded.rows import RowTable
+from rlpipe.rollout.embedded.rows import Cached, RowTable
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.spec.gamma import AdaptiveGamma, GammaPolicy
 from rlpipe.spec.sampling import request_uniforms
@@ -165,14 +165,14 @@ class Scheduler:
                 self._finish(self._waiting.popleft(), None, FinishReason.LENGTH)
                 continue
 
-            row, key = self._table.idle_row(job.request.session_id), prompt.tobytes()
-            if key in followers and row is None:
+            cached, key = self._table.cached(job.request.session_id), prompt.tobytes()
+            if key in followers and cached is None:
                 followers[key].append(job)
             elif key in followers:
                 # A conversation with cached keys waits for the next round: a copy would overwrite them.
                 break
             else:
-                size = len(prompt) - self._start(row, prompt)
+                size = len(prompt) - self._start(cached, prompt)
                 if leaders and size > budget:
                     break
                 budget -= size
@@ -183,27 +183,27 @@ class Scheduler:
             room -= 1
         return leaders, followers
 
-    def _start(self, row: int | None, prompt: np.ndarray) -> int:
-        """Return the first prompt position to process; row: of the conversation, None for a new one."""
-        if row is None:
+    def _start(self, cached: Cached | None, prompt: np.ndarray) -> int:
+        """Return the first prompt position to process; cached: of the conversation, None for a new one."""
+        if cached is None:
             return 0
-        table, length, depths = self._table, len(prompt), self._table.hidden.shape[1]
-        keys = max(0, min(int(table.total[row]) - 1, length))
-        differ = np.flatnonzero(table.tokens[row, :keys] != prompt[:keys])
+        length, depths = len(prompt), self._table.hidden.shape[1]
+        keys = max(0, min(len(cached.tokens) - 1, length))
+        differ = np.flatnonzero(cached.tokens[:keys] != prompt[:keys])
         common = int(differ[0]) if len(differ) else keys
         start = min(common, length - 1)
         if self._depth:
             # A key of the draft's last layer needs the tokens up to `depths` positions after it.
             start = min(start, common - depths)
         if self._gamma:
-            start = min(start, int(table.draft_keys[row]) + 1 - depths)
+            start = min(start, cached.draft_keys + 1 - depths)
         return max(0, start)
 
     def _seat(self, job: Job) -> int:
         """Write a request into a row; return the first position to process."""
         table, request, sampling = self._table, job.request, job.request.sampling
         row, known = table.take(request.session_id)
-        start = self._start(row if known else None, request.prompt_ids)
+        start = self._start(table.cached_in(row) if known else None, request.prompt_ids)
 
         length = len(request.prompt_ids)
         end = min(length + sampling.max_new_tokens, self._max_context)

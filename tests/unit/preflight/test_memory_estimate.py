@@ -126,6 +126,19 @@ def test_an_engine_stores_a_tied_head_apart_only_where_it_is_packed(on_gpu, copi
     assert tied["packed"] == 0 or not on_gpu
 
 
+@pytest.mark.parametrize(
+    ("rows", "parked"),
+    [(256, 0), (192, 64), (64, 128)],  # 256 attempts at once
+)
+def test_conversations_beyond_the_rows_are_counted_up_to_twice_the_rows(models, rows, parked):
+    settings = [f"rollout.max_running={rows}", "pipeline.prompts_per_step=16", "pipeline.group_size=8"]
+    settings += ["pipeline.max_staleness=1", f"model.path={models / '1.5B'}", "rollout.workers=1"]
+    config = OmegaConf.to_object(composed(*settings))
+    (engine,) = (memory for memory in estimate(config) if memory.process == "embedded engine")
+    arch = read_architecture(read_config(models / "1.5B"))
+    assert engine.parts["parked"] == parked * conversation_bytes(arch, config)
+
+
 def test_a_process_on_a_cpu_has_libraries_once_and_a_checkpoint_beside_the_steps(models):
     def parts(*settings):
         names = f"model.path={models / '1.5B'}", "cluster=inline", "draft.train=off", *settings

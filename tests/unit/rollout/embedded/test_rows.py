@@ -70,25 +70,36 @@ def _consistent(table: RowTable, running: dict[int, str | None]) -> None:
 
 
 def test_rows_survive_a_thousand_random_joins_and_ends(table):
-    rng, running, hits = random.Random(0), {}, 0
+    rng, running, idle = random.Random(0), {}, set()
+    gone, most = set(), 0  # conversations that ended while they ran; the most that were parked
     for mark in range(1, 1000):
         if table.active < 4 and (not running or rng.random() < 0.5):
             session = f"s{rng.randrange(1, 7)}" if rng.random() < 0.7 else None
             if session in running.values():
                 session = None
-            hits += _join(table, mark, session)
+            assert _join(table, mark, session) == (session in idle)
             running[mark] = session
+            idle.discard(session)
         else:
             row = rng.randrange(table.active)
-            del running[table.jobs[row]]
+            ended = running.pop(table.jobs[row])
             table.release(row)
+            idle |= {ended} - {None, *gone}
+            gone.discard(ended)
         if rng.random() < 0.05:
-            table.end_session(f"s{rng.randrange(1, 7)}")
+            session = f"s{rng.randrange(1, 7)}"
+            table.end_session(session)
+            idle.discard(session)
+            gone |= {session} & set(running.values())
         _consistent(table, running)
-    assert hits > 50
+        most = max(most, len(table._parked))
+    assert most > 2
+    for session in list(idle):
+        table.end_session(session)
+    assert table.parked_tokens == 0
 
 
-def test_the_least_recently_used_conversation_makes_room(table):
+def test_the_least_recently_used_conversation_is_parked_and_comes_back(table):
     for number in (1, 2, 3, 4):
         _join(table, number, f"s{number}")
         table.release(0)
@@ -97,6 +108,26 @@ def test_the_least_recently_used_conversation_makes_room(table):
     assert not _join(table, 6, "s9")
     assert table.idle_row("s2") is None
     assert all(table.idle_row(f"s{n}") is not None for n in (1, 3, 4))
+    assert table.cached("s2").tokens.tolist() == [2] * 4
+    assert _join(table, 7, "s2")
+    assert table.idle_row("s3") is None and table.cached("s3").tokens.tolist() == [3] * 4
+
+
+def test_a_conversation_that_does_not_fit_beside_the_parked_ones_loses_its_keys(table):
+    table.max_parked_tokens = 8
+    for number in range(1, 8):
+        _join(table, number, f"s{number}")
+        table.release(0)
+    assert (table.parked_tokens, table.cached("s3")) == (8, None)
+    assert not _join(table, 8, "s3") and _join(table, 9, "s1")
+
+
+def test_dropping_idle_conversations_drops_the_parked_ones(table):
+    for number in range(1, 6):
+        _join(table, number, f"s{number}")
+        table.release(0)
+    table.drop_idle()
+    assert (table.used, table.parked_tokens, table.cached("s1")) == (0, 0, None)
 
 
 def test_ending_a_running_conversation_frees_its_row_when_the_request_ends(table):
