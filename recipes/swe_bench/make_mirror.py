@@ -156,7 +156,8 @@ def make(out: Path, *, parquet: bool = False) -> Path:
 
     rows = []
     for repo in REPOS:
-        mirror = out / "repos" / f"{repo}.git"
+        # git runs in the folder of the work tree.
+        mirror = out.resolve() / "repos" / f"{repo}.git"
         mirror.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)

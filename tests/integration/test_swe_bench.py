@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
-from recipes.swe_bench import gold
-from recipes.swe_bench.make_mirror import make
 from rlpipe.config.env import EnvConfig, SandboxConfig
 from rlpipe.envs.swe.instances import load_instances
 from rlpipe.envs.swe.suite import SweSuite
 from rlpipe.envs.swe.workspace import CheckoutWorkspace
+from tests.helpers.cli import ROOT
+from tests.helpers.documents import blocks, commands
 
 pytestmark = pytest.mark.integration
+PAGE = ROOT / "docs" / "swe_bench.md"
+PATIENT = ["env.test_timeout_s=60", "env.sandbox.timeout_s=60"]  # this machine may be busy
 OTHER = "--- /dev/null\n+++ b/notes.txt\n@@ -0,0 +1 @@\n+nothing of the issue\n"
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory):
-    out = tmp_path_factory.mktemp("mirror")
-    make(out)
-    return out
+def followed(tmp_path_factory):
+    """The folder in which the page's scripts were run as written, and what each printed."""
+    folder, printed = tmp_path_factory.mktemp("checkout"), []
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for words in (command.words for command in commands(PAGE) if command.words[0] == "python"):
+        more = PATIENT if words[1].endswith("gold.py") else []
+        done = subprocess.run(
+            [sys.executable, *words[1:], *more],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(done.stdout)
+    return folder, printed
+
+
+@pytest.fixture(scope="module")
+def mirror(followed):
+    return followed[0] / "runs" / "mirror"
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +60,10 @@ def config(mirror):
     )
 
 
-def test_gold_patches_resolve_and_others_do_not(config, mirror, capsys):
-    settings = [f"env.repos={config.repos}", "env.test_timeout_s=60", "env.sandbox.timeout_s=60"]
-    assert gold.main([config.train_file, *settings]) == 0
-    said = "20 of 20 gold patches resolve, 0 of 20 empty ones (bubblewrap, checkouts of env.repos)"
-    assert capsys.readouterr().out == f"{said}\n"
+def test_gold_patches_resolve_and_others_do_not_as_the_page_says(followed):
+    (said,) = blocks(PAGE, "text")
+    assert said.startswith("20 of 20 gold patches resolve, 0 of 20 empty ones")
+    assert len(followed[1]) == 2 and followed[1][1] == said
 
 
 def test_the_tests_see_the_repair_and_nothing_else(config):
