@@ -309,6 +309,39 @@ def verify(r: Any) -> str:
     )
 
 
+def agent_turns(r: Any) -> str:
+    """Turns of agents where more of them are at work than an engine has rows."""
+    used = r["config"]
+    rows = []
+    for sessions, measured in r["results"].items():
+        before, now = measured["arms"]["recompute"], measured["arms"]["parked"]
+        pairs = (
+            [f"{arm['turns_per_s']:.1f}" for arm in (before, now)],
+            [f"{arm['idle']:.0%}" for arm in (before, now)],
+            [f"{arm['cpu_ms_per_turn']:.0f}" for arm in (before, now)],
+            [f"{arm['prefill_tokens_per_turn']:.0f}" for arm in (before, now)],
+        )
+        times = f"{measured['parked / recompute']:.2f}"
+        rows.append([sessions.split()[0], times, *(" → ".join(pair) for pair in pairs)])
+    head = ["sessions an engine", "times the turns", "turns per second", "engine idle"]
+    head += ["ms of a processor a turn", "prompt tokens a turn"]
+    ratios = [measured["parked / recompute"] for measured in r["results"].values()]
+    cpu = [
+        [arm["cpu_ms_per_turn"] for arm in measured["arms"].values()] for measured in r["results"].values()
+    ]
+    return "\n\n".join(
+        [
+            f"{used['workers']} embedded engines of {used['rows']} rows; tool times as recorded in a run of "
+            f"the main job, times {used['speed']}; computed again → parked, median of {used['repeats']}:",
+            table(head, rows),
+            goal(max(ratios) >= 1.5, "1.5 times the turns"),
+            goal(all(now <= before for before, now in cpu), "never more of a processor"),
+            f"With as many rows as sessions both arms do the same, and differ as the machine was busy: load "
+            f"average {r['load_average_before'][0]:.0f} before, {r['load_average_after'][0]:.0f} after.",
+        ]
+    )
+
+
 def sglang_turns(r: Any) -> str:
     """Short turns on an SGLang server."""
     turns, before, load = r["results"]["turns"], r["settings"]["before"], r["machine"]
