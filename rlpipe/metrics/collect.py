@@ -15,13 +15,13 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from math import fsum
+from math import comb, fsum
 
 import numpy as np
 
 from rlpipe.metrics.distributions import Histogram, Sketch
 from rlpipe.metrics.statistics import cr1_error
-from rlpipe.metrics.values import Last, Mean, Ratio, Sum, Value, stats
+from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, Value, stats
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
 SOLVED = 1.0  # a reward from here on counts as solved
@@ -56,6 +56,7 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         **stats("training/off_policy/trajectory_staleness", ages),
         **stats("training/off_policy/trajectory_spans", spans),
         **spec_metrics(_spec_sum(trained)),
+        **_spec_range(trained),
         "response_length/clip_ratio": truncated,
         "response_length/spread": Sketch.of(t.response_length for t in trained),
         "rollout/entropy": _entropy(trained),
@@ -125,6 +126,7 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primar
     done = _complete(trajectories)
     reward = Mean.of(t.reward for t in done)
     error = Last(clustered_standard_error([(t.instance_id, t.reward) for t in done]))
+    passed = pass_rates((t.instance_id, t.reward) for t in done)
     counts = _spec_sum(done)
 
     under = f"val/{split}"
@@ -132,6 +134,7 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primar
         f"{under}/reward": reward,
         f"{under}/reward_se": error,
         f"{under}/solve_rate": Mean.of(t.reward >= SOLVED for t in done),
+        **{f"val/{split}/pass_at_{k}": rate for k, rate in passed.items()},
         f"{under}/submit_rate": Mean.of(t.info.get("submitted") for t in done),
         f"{under}/response_length": Mean.of(t.response_length for t in done),
         f"{under}/num_turns": Mean.of(t.num_turns for t in done),
@@ -205,6 +208,30 @@ def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | No
     return cr1_error(squares, clusters) / n
 
 
+def pass_rates(rewards: Iterable[tuple[str, float]]) -> dict[int, Mean]:
+    """Estimate pass@k for k = 2, 4, 8, ...: that one of k attempts at an instance is solved.
+
+        pass@k = mean over instances of 1 - C(n - c, k) / C(n, k)
+
+    for c solved of n attempts, unbiased (Chen et al. 2107.03374, Eq. 1). Instances with fewer than k attempts
+    do not count; a k that no instance has is left out. k = 1 is the share that is solved.
+
+    >>> rates = pass_rates([("a", 1.0), ("a", 0.0), ("a", 0.0), ("b", 0.0), ("b", 0.0)])
+    >>> {k: (rate.total, rate.count) for k, rate in rates.items()}
+    {2: (0.6666666666666667, 2)}
+    """
+    solved: dict[str, list[bool]] = defaultdict(list)
+    for instance, reward in rewards:
+        solved[instance].append(reward >= SOLVED)
+
+    rates: dict[int, Mean] = {}
+    k = 2
+    while counted := [attempts for attempts in solved.values() if len(attempts) >= k]:
+        rates[k] = Mean.of(1 - comb(a.count(False), k) / comb(len(a), k) for a in counted)
+        k *= 2
+    return rates
+
+
 def _complete(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     return [t for t in trajectories if t.status is TrajectoryStatus.COMPLETE]
 
@@ -246,6 +273,14 @@ def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:
     for t in trajectories:
         total.add(t.spec)
     return total
+
+
+def _spec_range(trajectories: Iterable[Trajectory]) -> dict[str, Value]:
+    """Return the least and the greatest acceptance length of a trajectory (Bebop Fig. 14a)."""
+    lengths = [t.spec.acceptance_length for t in trajectories if t.spec.verify_steps]
+    if not lengths:
+        return {}
+    return {"spec/acceptance_length/min": Min.of(lengths), "spec/acceptance_length/max": Max.of(lengths)}
 
 
 def _num_accepted(counts: SpecCounts) -> Histogram:

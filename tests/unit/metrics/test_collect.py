@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rlpipe.metrics.collect import (
     InfoMetrics,
     clustered_standard_error,
     distinct_tokens,
+    pass_rates,
     spec_metrics,
     trajectory_metrics,
     validation_metrics,
@@ -191,6 +193,34 @@ def test_acceptance_agrees_with_the_definitions_in_types() -> None:
     got = read(spec_metrics(counts))
     assert got["spec/acceptance_rate"] == pytest.approx(counts.acceptance_rate)
     assert got["spec/acceptance_length"] == pytest.approx(counts.acceptance_length)
+
+
+def test_the_range_of_acceptance_lengths_is_that_of_the_trajectories_that_verified() -> None:
+    specs = [
+        SpecCounts(drafted=[4], accepted=[a], verify_steps=v, proposed=4) for a, v in ((1, 4), (3, 4), (0, 0))
+    ]
+    got = read(trajectory_metrics([group(*(played(1.0, [[(0.1, 1)]], spec=spec) for spec in specs))], 1))
+    assert (got["spec/acceptance_length/min"], got["spec/acceptance_length/max"]) == (1.25, 1.75)
+
+
+def test_pass_at_k_is_the_share_of_subsets_of_k_attempts_with_a_solved_one() -> None:
+    solved = {"a": [1, 0, 0, 1, 0], "b": [0, 0, 0, 0], "c": [1, 1, 0, 0, 0, 0, 0, 0], "d": [1]}
+    rates = pass_rates((name, float(x)) for name, attempts in solved.items() for x in attempts)
+    assert list(rates) == [2, 4, 8]
+    for k, rate in rates.items():
+        subsets = [list(combinations(a, k)) for a in solved.values() if len(a) >= k]
+        shares = [sum(map(any, chosen)) / len(chosen) for chosen in subsets]
+        assert rate.value() == pytest.approx(sum(shares) / len(shares)), k
+
+
+def test_validation_reports_pass_at_k_where_prompts_have_several_attempts() -> None:
+    rewards = [("a", 1.0), ("a", 0.0), ("b", 0.0), ("b", 0.5)]
+    found = read(
+        validation_metrics("s", [played(r, [[(0.1, 2)]], instance=i) for i, r in rewards], primary=False)
+    )
+    assert found["val/s/pass_at_2"] == 0.5 and "val/s/pass_at_4" not in found
+    once = validation_metrics("s", [played(1.0, [[(0.1, 2)]], instance=i) for i in "ab"], primary=False)
+    assert not [name for name in once if "pass_at" in name]
 
 
 def test_without_speculation_there_is_no_acceptance() -> None:
