@@ -14,9 +14,11 @@ of per-depth alphas over contexts are exact only where alphas do not depend on t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from rlpipe.spec.tree import Tree
 from rlpipe.spec.verify.block import running_weights
 
 
@@ -125,6 +127,64 @@ def lossy_typical_accepts(
     taken = chosen >= (delta * (-entropy(p)).exp()).clamp(max=epsilon)
     taken[..., 0] = True
     return taken.cumprod(-1).bool()
+
+
+def bayes_cross_entropy(joint: torch.Tensor) -> torch.Tensor:
+    """Compute the least cross-entropy that any q(y | z) reaches, H(Y | Z), in nats (notes, lemma 3.4).
+
+    joint: [Z, Y] probabilities that add to 1. Features that are added to Z can only lower it.
+
+    >>> bayes_cross_entropy(torch.tensor([[0.5, 0.0], [0.0, 0.5]])).item()
+    0.0
+    """
+    return entropy(joint.flatten()) - entropy(joint.sum(-1))
+
+
+def reduced_rank(inputs: torch.Tensor, outputs: torch.Tensor, rank: int) -> torch.Tensor:
+    """Fit outputs = inputs B by least squares among the maps B of some rank; returns B, [P, D].
+
+    inputs: [N, P], N >= P. outputs: [N, D]. It is the ordinary solution projected on the leading directions
+    of its predictions (Izenman 1975), so a draft of limited capacity spends it where outputs vary most.
+    """
+    full = torch.linalg.lstsq(inputs, outputs).solution
+    *_, directions = torch.linalg.svd(inputs @ full, full_matrices=False)
+    kept = directions[:rank]
+    return full @ kept.T @ kept
+
+
+def dynamic_tree(
+    draft: Callable[[tuple[int, ...]], torch.Tensor], *, width: int, depth: int, nodes: int
+) -> tuple[Tree, list[int]]:
+    """Grow EAGLE-2's tree (arXiv 2406.16858): of all candidates the most confident, not a fixed shape.
+
+    The confidence of a node is the product of the draft's probabilities on its path. At each of `depth`
+    levels the `width` most confident nodes get their `width` likeliest children; of all, the `nodes` most
+    confident stay. A node is never more confident than its parent, so they are a tree.
+
+    draft: a prefix of draft tokens -> [V] probabilities. Returns the shape, and the token of each node 1..N.
+    """
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    found = []
+    for _ in range(depth):
+        children = []
+        for prefix, confidence in frontier:
+            best = draft(prefix).topk(width)
+            for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                children.append(((*prefix, token), confidence * p))
+        found += children
+        frontier = sorted(children, key=lambda child: -child[1])[:width]
+    kept = sorted(found, key=lambda node: (-node[1], len(node[0])))[:nodes]
+
+    # Level by level, the children of one node in a row.
+    index: dict[tuple[int, ...], int] = {(): 0}
+    parents, tokens = [-1], []
+    for level in range(1, depth + 1):
+        here = [node for node in kept if len(node[0]) == level]
+        for path, _ in sorted(here, key=lambda node: (index[node[0][:-1]], -node[1])):
+            index[path] = len(parents)
+            parents.append(index[path[:-1]])
+            tokens.append(path[-1])
+    return Tree(tuple(parents)), tokens
 
 
 def expected_reach(alphas: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 
 from recipes import theory
 from rlpipe.drafts.loss import mtp_loss
-from rlpipe.spec.verify import verify_chain
+from rlpipe.spec.tree import Tree
+from rlpipe.spec.verify import verify_chain, verify_tree_greedy
 from tests.helpers.verification_law import Process, all_drafts
 
 pytestmark = pytest.mark.unit
@@ -223,6 +224,154 @@ def test_neither_kl_nor_tv_leaves_the_mismatch_that_the_propositions_assume(seed
     """What is found where drafts lack capacity: nothing uniform after KL, and less proportional after TV."""
     by_kl, by_tv = (theory.mismatch_exponent(*_trained(kind, seed)).item() for kind in ("kl", "tv"))
     assert 0.5 < by_tv < by_kl < 0.95
+
+
+def _trained_on(scales: tuple[float, float], logits: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """A draft of one distribution per context, trained by TV while the target's temperature varies."""
+    draft = start.clone().requires_grad_()
+    optimizer, mask = torch.optim.Adam([draft], lr=0.1), torch.ones(len(logits), 1).bool()
+    for step in range(80):
+        scale = scales[step % 2]
+        loss, _ = mtp_loss("tv", draft[:, None], (scale * logits)[:, None], mask=mask)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.detach()
+
+
+def test_entropy_matters_outside_the_range_that_a_draft_learned_until_it_is_trained_there():
+    """Bebop, Limitations: the invariance under TV holds in the range of entropies of the training data."""
+    logits = 2 * torch.randn(24, 12, generator=torch.Generator().manual_seed(0))
+    inside, outside = (0.9, 1.1), 0.3  # factors of the logits: RL that explores raises entropy
+
+    def overlap(draft: torch.Tensor, scale: float) -> tuple[float, float]:
+        """Mean acceptance and mean entropy over contexts."""
+        p = (scale * logits).softmax(-1)
+        return theory.rejection_alpha(p, draft.softmax(-1)).mean().item(), theory.entropy(p).mean().item()
+
+    learned = _trained_on(inside, logits, logits)
+    (near, low), (edge, nats), (far, high) = (overlap(learned, scale) for scale in (1.1, 0.9, outside))
+    assert abs(near - edge) / (nats - low) < 0.15 and min(near, edge) > 0.9
+    assert (far - edge) / (high - nats) < -0.3  # per nat
+
+    again = _trained_on((outside, outside), logits, learned)
+    assert overlap(again, outside)[0] > 0.9 > far + 0.2
+
+
+def test_more_features_never_raise_the_least_cross_entropy_and_lower_it_if_they_inform():
+    """Notes, lemma 3.4: the top layer, and two more, of which Y is or is not independent."""
+    generator = torch.Generator().manual_seed(0)
+    top, other, tokens = 5, 4, 6
+    joint = torch.rand(top, other, tokens, generator=generator, dtype=torch.float64)
+    joint = joint / joint.sum()
+    fused, alone = (
+        theory.bayes_cross_entropy(joint.view(-1, tokens)),
+        theory.bayes_cross_entropy(joint.sum(1)),
+    )
+    assert fused < alone - 0.01
+
+    # Given the top layer the others say nothing: the same cross-entropy.
+    given = joint.sum(1, keepdim=True) * joint.sum(2, keepdim=True) / joint.sum((1, 2), keepdim=True)
+    assert theory.bayes_cross_entropy(given.view(-1, tokens)).item() == pytest.approx(alone.item(), abs=EXACT)
+
+    # It is attained by p(y | z), and any other prediction costs its divergence on top.
+    rows, (p_z, p_y) = joint.view(-1, tokens), (joint.sum(2).flatten(), joint.view(-1, tokens))
+    posterior = p_y / p_z[:, None]
+    guess = torch.rand(rows.shape, generator=generator, dtype=torch.float64)
+    guess = guess / guess.sum(-1, keepdim=True)
+    excess = p_z @ (posterior * (posterior / guess).log()).sum(-1)
+    assert -(rows * posterior.log()).sum().item() == pytest.approx(fused.item(), abs=EXACT)
+    assert -(rows * guess.log()).sum().item() == pytest.approx((fused + excess).item(), abs=EXACT)
+
+
+def _regression(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs [n, 12], features [n, 24] with noise, their exact map, and a head of 6 orthonormal rows."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = torch.randn(12, 24, generator=generator, dtype=torch.float64)
+    head = torch.linalg.qr(torch.randn(24, 6, generator=generator, dtype=torch.float64)).Q.T
+    inputs = torch.randn(n, 12, generator=generator, dtype=torch.float64)
+    return inputs, inputs @ exact + torch.randn(n, 24, generator=generator, dtype=torch.float64), exact, head
+
+
+def test_the_risk_of_features_is_that_of_all_their_directions_and_of_logits_that_of_the_heads():
+    """Notes, lemma 3.3: d p / n against r p / n, here d = 24, r = 6, p = 12; 40 samples each."""
+    risks = []
+    for n in (200, 400):
+        both = []
+        for seed in range(40):
+            inputs, features, exact, head = _regression(n, seed)
+            error = theory.reduced_rank(inputs, features, 12) - exact
+            both.append((error.square().sum().item(), (error @ head.T).square().sum().item()))
+        risks.append(torch.tensor(both).mean(0))
+    for n, (by_features, by_logits) in zip((200, 400), risks, strict=True):
+        assert by_features.item() == pytest.approx(24 * 12 / (n - 13), rel=0.1)
+        assert by_logits.item() == pytest.approx(6 * 12 / (n - 13), rel=0.1)
+
+
+def test_the_null_space_costs_tokens_nothing_unless_capacity_is_limited():
+    """What the lemma leaves out: with enough rank the fit to features is as good for tokens."""
+    for seed in range(5):
+        inputs, features, exact, head = _regression(300, seed)
+        errors = {}
+        for rank in (4, 12):
+            by_features = theory.reduced_rank(inputs, features, rank) @ head.T
+            by_logits = theory.reduced_rank(inputs, features @ head.T, rank)
+            fits = (by_features, by_logits)
+            errors[rank] = [(fitted - exact @ head.T).square().sum().item() for fitted in fits]
+        assert errors[12][0] == pytest.approx(errors[12][1], rel=1e-9)
+        assert errors[4][0] > 1.5 * errors[4][1] > 1.5 * errors[12][0]
+
+
+def _path(tree: Tree, tokens: list[int], node: int) -> tuple[int, ...]:
+    """The draft tokens from the root to a node."""
+    found: list[int] = []
+    while node:
+        found.insert(0, tokens[node - 1])
+        node = tree.parents[node]
+    return tuple(found)
+
+
+def _static_tokens(tree: Tree, draft: Process) -> list[int]:
+    """The likeliest children of every node."""
+    tokens: list[int] = []
+    for node in range(tree.num_drafts + 1):
+        count = len(tree.children(node))
+        path = _path(tree, tokens, node)
+        tokens += draft.probs[len(path)][path].topk(count).indices.tolist() if count else []
+    return tokens
+
+
+def test_a_dynamic_tree_emits_argmax_decoding_and_accepts_more_than_a_static_one_of_its_size():
+    """EAGLE-2 at temperature 0, over 60 contexts; both trees have ten nodes on three levels."""
+    vocab, depth, accepted = 5, 3, {"dynamic": 0, "static": 0}
+    static = Tree.from_branching((2, 2, 1))
+    for seed in range(60):
+        target = Process.random(vocab, depth + 1, seed=seed, sharpness=2.0)
+        generator = torch.Generator().manual_seed(seed)
+        noise = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in target.probs]
+        pairs = zip(target.probs, noise, strict=True)
+        draft = Process([(p.log() + x).softmax(-1) for p, x in pairs])
+
+        def confidence(prefix: tuple[int, ...], probs: list[torch.Tensor] = draft.probs) -> torch.Tensor:
+            return probs[len(prefix)][prefix]
+
+        best: list[int] = []
+        for step in range(depth + 1):
+            best.append(int(target.probs[step][tuple(best)].argmax()))
+        trees = {
+            "dynamic": theory.dynamic_tree(confidence, width=4, depth=depth, nodes=10),
+            "static": (static, _static_tokens(static, draft)),
+        }
+        for name, (tree, tokens) in trees.items():
+            assert tree.num_drafts == 10
+            paths = [_path(tree, tokens, node) for node in range(11)]
+            rows = torch.stack([target.probs[len(path)][path] for path in paths])
+            verdict = verify_tree_greedy(tree, torch.tensor([tokens]), rows[None])
+            count = int(verdict.num_accepted)
+            assert [*(tokens[n - 1] for n in verdict.path[0, :count].tolist())] == best[:count]
+            assert int(verdict.next_token) == best[count]
+            accepted[name] += count
+    assert accepted["dynamic"] > 1.05 * accepted["static"]
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.3])
