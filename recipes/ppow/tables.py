@@ -74,26 +74,37 @@ class World:
             optimizer.step()
         self.start = weights.detach()
 
-    def logprobs(self, weights: Tensor | None, tokens: Tensor) -> Tensor:
-        """Return [A, G, K, V] before each of the drafts [A, G, K]; of the target where weights is None."""
+    def logprobs(self, weights: Tensor | None, tokens: Tensor, anchors: Tensor | None = None) -> Tensor:
+        """Return [A, G, K, V] before each of the drafts [A, G, K]; of the target where weights is None.
+
+        anchors: [A], all of them in order by default.
+        """
         rows, prefix = [], torch.zeros_like(tokens[..., 0])
+        at = (torch.arange(ANCHORS) if anchors is None else anchors)[:, None]
         for depth in range(DEPTHS):
-            anchors = torch.arange(ANCHORS)[:, None]
             if weights is None:
-                rows.append(self.target[depth][anchors, prefix])
+                rows.append(self.target[depth][at, prefix])
             else:
                 logits = self.features[depth] @ weights[:-1] + weights[-1]
-                rows.append(logits.log_softmax(-1)[anchors, prefix])
+                rows.append(logits.log_softmax(-1)[at, prefix])
             prefix = prefix * VOCAB + tokens[..., depth]
         return torch.stack(rows, 2)
 
-    def sampled(self, weights: Tensor | None, generator: torch.Generator) -> Tensor:
+    def sampled(
+        self,
+        weights: Tensor | None,
+        generator: torch.Generator,
+        anchors: Tensor | None = None,
+        *,
+        group: int = GROUP,
+    ) -> Tensor:
         """Sample [A, G, K] tokens of the draft, or of the target."""
-        tokens = torch.zeros(ANCHORS, GROUP, DEPTHS, dtype=torch.int64)
+        count = ANCHORS if anchors is None else len(anchors)
+        tokens = torch.zeros(count, group, DEPTHS, dtype=torch.int64)
         with torch.no_grad():
             for depth in range(DEPTHS):
-                probs = self.logprobs(weights, tokens)[:, :, depth].exp().flatten(0, 1)
-                tokens[..., depth] = torch.multinomial(probs, 1, generator=generator).view(ANCHORS, GROUP)
+                probs = self.logprobs(weights, tokens, anchors)[:, :, depth].exp().flatten(0, 1)
+                tokens[..., depth] = torch.multinomial(probs, 1, generator=generator).view(count, group)
         return tokens
 
     def accepted(self, weights: Tensor) -> Tensor:

@@ -775,3 +775,161 @@ def by_entropy(r: Any) -> str:
 
 def _slope(fit: dict[str, float]) -> str:
     return f"{fit['value']:+.3f} [{fit['low']:+.3f}, {fit['high']:+.3f}]"
+
+
+def _with_ends(estimate: list[float], digits: int = 3) -> str:
+    """A difference with its interval."""
+    value, low, high = estimate
+    return f"{value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def draft_objectives(r: Any) -> str:
+    """Drafts of five objectives after equal steps, in worlds that are enumerated."""
+    rows = []
+    for kind, row in r["objectives"].items():
+        cells = [kind]
+        for where in ("in domain", "out of domain"):
+            gap = row.get(f"{where}, rejection, minus kl")
+            cells += [f"{row[f'{where}, rejection'][0]:.3f}", "–" if gap is None else _with_ends(gap)]
+        gap = row.get("in domain, target-only, minus kl")
+        cells += [f"{row['in domain, target-only'][0]:.3f}", "–" if gap is None else _with_ends(gap)]
+        cells += [f"{row[f'in domain, {name}'][0]:+.3f}" for name in ("entropy gap", "kl")]
+        curve = row["acceptance by step and depth"]
+        cells += [
+            " / ".join(f"{x:.3f}" for x in point) for point in (curve[0], curve[len(curve) // 2], curve[-1])
+        ]
+        rows.append(cells)
+    head = ["objective", "accepted of 3", "minus kl", "other anchors", "minus kl", "target-only", "minus kl"]
+    head += ["entropy gap", "KL(p‖q)", "depths 1 / 2 / 3 at the start", "half way", "end"]
+    found = r["correlations"]
+    return (
+        f"{table(head, rows)}\n\nMeans of {r['worlds']} worlds, 95% over worlds. Over all {found['drafts']} "
+        f"drafts acceptance correlates with the entropy gap by {found['entropy gap']:+.2f}, with KL(p‖q) by "
+        f"{found['kl']:+.2f}, with KL(q‖p) by {found['reverse kl']:+.2f}."
+    )
+
+
+def draft_in_rl(r: Any) -> str:
+    """A draft while RL lowers entropy, frozen or trained, in worlds that are enumerated."""
+    rows = []
+    for name, row in r["rl"].items():
+        cells = [name, f"{row['rejection']['over steps'][0]:.3f}", _with_ends(row["rejection"]["change"])]
+        for other in ("TV, frozen", "TV, online TV"):
+            gap = row["rejection"].get(f"end minus {other}")
+            cells.append("–" if gap is None else _with_ends(gap))
+        cells += [f"{row['target-only']['over steps'][0]:.3f}", _with_ends(row["target-only"]["change"])]
+        cells += [" / ".join(f"{row[f'depth {k}']['change'][0]:+.3f}" for k in (1, 2, 3))]
+        for figure in ("entropy gap", "kl", "alpha q>p", "alpha p>q"):
+            cells.append(f"{row[figure]['over steps'][0]:.2f} to {row[figure]['end'][0]:.2f}")
+        rows.append(cells)
+    head = [
+        "draft, during RL",
+        "rejection, of 3",
+        "change",
+        "end minus TV, frozen",
+        "end minus TV, online TV",
+    ]
+    head += ["target-only, of 3", "change", "change by depth", "entropy gap", "KL(p‖q)"]
+    head += ["alpha, q > p", "alpha, p > q"]
+    entropy = next(iter(r["rl"].values()))["entropy"]
+    return (
+        f"{table(head, rows)}\n\nMeans of {r['worlds']} worlds, 95% over worlds. The policy's entropy falls "
+        f"from {entropy['over steps'][0]:.2f} to {entropy['end'][0]:.2f} nats."
+    )
+
+
+def ppow_windows(r: Any) -> str:
+    """PPOW's switch to ADAW, learning rates, candidate windows, easy and hard windows."""
+    switch, rates, candidates, hardness = (r[p] for p in ("switch", "rates", "candidates", "hardness"))
+    lines = [
+        f"Switch to ADAW: reward {switch['reward, before'][0]:.3f} before, "
+        f"{_with_ends(switch['reward, after - reward, before'])} after; KL(q‖p) "
+        f"{switch['kl, before'][0]:.3f}, {_with_ends(switch['kl, after - kl, before'])}; reward by the end "
+        f"{_with_ends(switch['reward, end - reward, after'])}."
+    ]
+    lrs = [name.split(", ")[1] for name in rates if name.startswith("kl,") and name.endswith(" end")]
+    rows = [
+        [
+            lr,
+            *(f"{rates[f'{arm}, {lr}, end'][0]:.3f}" for arm in ("kl", "ppow", "e2e_tv")),
+            *(_with_ends(rates[f"{arm}, {lr}, end - kl, {lr}, end"]) for arm in ("ppow", "e2e_tv")),
+            _with_ends(rates[f"kl, {lr}, end - kl, {lr}, third"]),
+        ]
+        for lr in lrs
+    ]
+    head = [
+        "learning rate",
+        "KL",
+        "PPOW",
+        "e2e TV",
+        "PPOW minus KL",
+        "e2e TV minus KL",
+        "KL, end minus a third",
+    ]
+    lines.append(table(head, rows))
+    counts = [name.split(", ")[1] for name in candidates if name.startswith("start,")]
+    rows = [
+        [
+            count,
+            *(f"{candidates[f'{arm}, {count}'][0]:.3f}" for arm in ("start", "ppow", "e2e_tv")),
+            *(_with_ends(candidates[f"{arm}, {count} - start, {count}"]) for arm in ("ppow", "e2e_tv")),
+        ]
+        for count in counts
+    ]
+    head = ["candidate windows", "start", "PPOW", "e2e TV", "PPOW minus start", "e2e TV minus start"]
+    lines.append(table(head, rows))
+    columns = ["easy, accepted", "hard, accepted", "easy, nabla", "hard, nabla"]
+    rows = [
+        [name, *(f"{hardness[f'{name}, {column}'][0]:.3f}" for column in columns)]
+        for name in ("start", "ppow", "ppow, R_dist", "kl", "e2e_tv")
+    ]
+    rows.append(
+        ["R_dist minus without", *(_with_ends(hardness[f"ppow, R_dist, {c} - ppow, {c}"]) for c in columns)]
+    )
+    lines.append(table(["windows", *columns], rows))
+    return "\n\n".join([*lines, f"Means of {r['worlds']} worlds, 95% over worlds."])
+
+
+def jackpot_worlds(r: Any) -> str:
+    """Rewards of every arm in worlds where they are exact, by group."""
+    lines = []
+    for name, rows in r["groups"].items():
+        (difference,) = {key for row in rows.values() for key in row if key.startswith("minus ")}
+        cells = [
+            [
+                arm,
+                f"{row['mean'][0]:.3f}",
+                "–" if difference == f"minus {arm}" else _with_ends(row[difference]),
+                f"{mean(row['pass@4']):.3f}",
+                f"{row['kl over steps'][0]:.3g}, {row['mean kl'][0]:.3g}",
+            ]
+            for arm, row in rows.items()
+        ]
+        lines.append(
+            table([f"**{name}**", "reward", difference, "pass@4", "KL at the start, last half"], cells)
+        )
+    return "\n\n".join([*lines, f"Means of {r['seeds']} worlds, 95% over worlds."])
+
+
+def linear_drafts(r: Any) -> str:
+    """Acceptance of drafts that are linear in SmolLM2's features, by inputs and by texts fitted on."""
+    rows = []
+    for name, row in r["drafts"].items():
+        cells = [
+            name,
+            *(f"{row[key][0]:.3f}" if key in row else "" for key in ("depth 1", "depth 2", "depth 3")),
+        ]
+        for key in ("depth 1", "accepted of 3"):
+            gap = row.get(f"{key}, minus EAGLE")
+            cells.append("–" if gap is None else _with_ends(gap))
+        rows.append(cells)
+    head = ["draft", "depth 1", "depth 2", "depth 3", "depth 1, minus EAGLE", "accepted of 3, minus EAGLE"]
+    sizes = []
+    for count, row in r["by texts"].items():
+        gaps = [_with_ends(value) for key, value in row.items() if key.startswith("depth 1, minus")]
+        sizes.append(f"{count}: {row['depth 1'][0]:.3f}" + "".join(f" ({gap})" for gap in gaps))
+    return (
+        f"{table(head, rows)}\n\nBy the number of texts fitted on, depth 1 of EAGLE, and the gain on the "
+        f"fewest: {'; '.join(sizes)}. {r['held out']} held-out answers, {r['anchors'][1]} "
+        "anchors, 95% over answers."
+    )
