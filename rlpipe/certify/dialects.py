@@ -52,7 +52,7 @@ class Answer:
 class Features:
     """What a server offers. gamma: drafts of a step; mode: how they are verified, if the server reports it.
 
-    dtype: of its weights, "" if it does not report it.
+    dtype: of its weights as it reports it, "auto" if it chooses by the checkpoint, "" without a report.
     """
 
     dialect: str
@@ -248,7 +248,7 @@ class Server:
             drafts=drafts,
             gamma=int(info.get("speculative_num_steps") or 0) if drafts else 0,
             mode=_mode(info) if drafts else "",
-            dtype=_dtype(info),
+            dtype=str(info.get("dtype") or "").removeprefix("torch."),
         )
         return cls(client, Generate(features=features), features)
 
@@ -348,6 +348,19 @@ async def _first_model(client: SglangClient) -> str:
         raise ValueError("/v1/models lists no model: give --name, the model of requests.") from None
 
 
+def served_dtype(reported: str, stored: str) -> str:
+    """Return the number format in which a server holds a checkpoint that is stored in `stored`.
+
+    SGLang's "auto" turns float32 into float16 (sglang/srt/configs/model_config.py).
+
+    >>> served_dtype("auto", "float32"), served_dtype("auto", "bfloat16"), served_dtype("", "float32")
+    ('float16', 'bfloat16', 'float32')
+    """
+    if reported == "auto":
+        return "float16" if stored == "float32" else stored
+    return reported or stored
+
+
 def _mode(info: Mapping[str, Any]) -> str:
     """Return the `spec.mode` of a server's flags; "tree" where it drafts trees."""
     if int(info.get("speculative_eagle_topk") or 1) > 1:
@@ -355,8 +368,3 @@ def _mode(info: Mapping[str, Any]) -> str:
     if info.get("speculative_use_block_verification"):
         return "block"
     return "rejection" if info.get("speculative_use_rejection_sampling") else "target_only"
-
-
-def _dtype(info: Mapping[str, Any]) -> str:
-    name = str(info.get("dtype") or "")
-    return "" if name == "auto" else name.removeprefix("torch.")

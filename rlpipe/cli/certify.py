@@ -85,7 +85,7 @@ def _certify(options: argparse.Namespace) -> Certificate:
 
     import asyncio
 
-    from rlpipe.certify.dialects import Server
+    from rlpipe.certify.dialects import Server, served_dtype
     from rlpipe.certify.own_draft import own_draft
     from rlpipe.certify.reference import TransformersModel
     from rlpipe.certify.run import Sizes, collect, judge
@@ -104,7 +104,7 @@ def _certify(options: argparse.Namespace) -> Certificate:
         )
         try:
             features = server.features
-            features.dtype = options.dtype or features.dtype or _stored_dtype(path)
+            features.dtype = options.dtype or served_dtype(features.dtype, _stored_dtype(path))
             draft = own_draft(path, options.draft, features)
             chat = features.dialect == "OpenAI chat"
             evidence, seconds = await collect(
@@ -192,7 +192,7 @@ def _as_messages(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the number format of a checkpoint, which servers take where nothing else is said."""
+    """Return the number format of a checkpoint, which servers keep unless they are told otherwise."""
     from rlpipe.models.checkpoint import read_config
 
     config: dict[str, Any] = read_config(path)
