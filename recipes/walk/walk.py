@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 CELLS = 7
 LEFT, RIGHT = "4", "6"  # as on a number pad: the shipped model writes digits, but not "left"
@@ -16,21 +17,24 @@ class Walk:
         self.steps = 0
 
     def show(self) -> str:
-        """Return the row: A is where the walk is, G its goal.
+        """Return what a step is called, and the row up to the walk (A) and its goal (G).
 
-        >>> Walk(0).show()
-        '. . . G . . A'
+        >>> print(Walk(0).show())
+        One of 4, 6.
+        . . . G . . A
         """
-        cells = ["G" if cell == self.goal else "A" if cell == self.at else "." for cell in range(CELLS)]
-        return " ".join(cells)
+        last = max(self.at, self.goal)
+        cells = ["G" if cell == self.goal else "A" if cell == self.at else "." for cell in range(last + 1)]
+        return f"One of {LEFT}, {RIGHT}.\n{' '.join(cells)}"
 
     def step(self, move: str) -> tuple[float, bool]:
-        """Take a step; return its reward and whether the goal is reached.
+        """Take the last step that a text names; return its reward and whether the goal is reached.
 
-        The goal earns 1; a step away from it, against a wall, or a text that is no step -0.1.
+        The goal earns 1; a step away from it, against a wall, or a text without one -0.1.
         """
         before, self.steps = abs(self.goal - self.at), self.steps + 1
-        by = {LEFT: -1, RIGHT: 1}.get(move.strip(), 0)
+        named = re.findall(f"[{LEFT}{RIGHT}]", move)
+        by = {LEFT: -1, RIGHT: 1}[named[-1]] if named else 0
         self.at = min(max(self.at + by, 0), CELLS - 1)
         left = abs(self.goal - self.at)
         return (1.0 if left == 0 else 0.0 if left < before else -0.1), left == 0

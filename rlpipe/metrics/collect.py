@@ -126,7 +126,7 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primar
     done = _complete(trajectories)
     reward = Mean.of(t.reward for t in done)
     error = Last(clustered_standard_error([(t.instance_id, t.reward) for t in done]))
-    passed = pass_rates((t.instance_id, t.reward) for t in done)
+    passed = pass_rates((t.instance_id, t.reward or 0.0) for t in done)
     counts = _spec_sum(done)
 
     under = f"val/{split}"
