@@ -17,14 +17,17 @@ class Walk:
         self.steps = 0
 
     def show(self) -> str:
-        """Return what a step is called, and the row up to the walk (A) and its goal (G).
+        """Return what a step is called, and the row: the way from the walk (A) to its goal (G) is drawn.
 
         >>> print(Walk(0).show())
         One of 4, 6.
-        . . . G . . A
+        . . . G < < A
         """
-        last = max(self.at, self.goal)
-        cells = ["G" if cell == self.goal else "A" if cell == self.at else "." for cell in range(last + 1)]
+        cells = ["."] * CELLS
+        between = range(min(self.at, self.goal), max(self.at, self.goal))
+        for cell in between:
+            cells[cell] = "<" if self.goal < self.at else ">"
+        cells[self.at], cells[self.goal] = "A", "G"
         return f"One of {LEFT}, {RIGHT}.\n{' '.join(cells)}"
 
     def step(self, move: str) -> tuple[float, bool]:

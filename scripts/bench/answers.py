@@ -389,6 +389,21 @@ def weight_sync(r: Any) -> str:
     )
 
 
+def delta_bytes(r: Any) -> str:
+    """Elements and bytes of the delta of each step."""
+    rows = [
+        [
+            arm,
+            str(row["step"]),
+            f"{row['share']:.2%}",
+            "in full" if row["delta_bytes"] is None else f"{row['delta_bytes'] / row['whole_bytes']:.1%}",
+        ]
+        for arm, steps in r["results"].items()
+        for row in steps
+    ]
+    return table(["training", "step", "elements with other bits", "bytes sent, of a full update"], rows)
+
+
 def adapt_objectives(r: Any) -> str:
     """Objectives of the MTP layer, as a rate of accepted drafts."""
     sets = [name for name, value in next(iter(r["table"].values())).items() if value["in_domain"]]
