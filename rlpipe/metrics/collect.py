@@ -218,7 +218,7 @@ def pass_rates(rewards: Iterable[tuple[str, float]]) -> dict[int, Mean]:
 
     >>> rates = pass_rates([("a", 1.0), ("a", 0.0), ("a", 0.0), ("b", 0.0), ("b", 0.0)])
     >>> {k: (rate.total, rate.count) for k, rate in rates.items()}
-    {2: (0.6666666666666667, 2)}
+    {2: (0.6666666666666667, 2.0)}
     """
     solved: dict[str, list[bool]] = defaultdict(list)
     for instance, reward in rewards:
