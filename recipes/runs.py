@@ -8,9 +8,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 if TYPE_CHECKING:
     from rlpipe.metrics.statistics import Estimate
@@ -61,6 +61,12 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     count = len(values)
     error = statistics.stdev(values) / count**0.5 if count > 1 else math.nan
     return Estimate(value=statistics.fmean(values), se=error, df=max(1, count - 1))
+
+
+def rounded_over_seeds(values: Iterable[SupportsFloat]) -> list[float]:
+    """Return mean, low and high end of `over_seeds`, to four decimals as studies write them."""
+    one = over_seeds([float(value) for value in values])
+    return [round(x, 4) for x in (one.value, one.interval.low, one.interval.high)]
 
 
 def save(figure: Any, out: Path, fontsize: int) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 from rlpipe.algo.correction import make_rule
 from rlpipe.algo.obrs import Obrs, kl
 from rlpipe.algo.policy_loss import LossInputs, LossTotals, micro_batch_loss
@@ -299,16 +299,11 @@ def _rounded(values: Tensor) -> list[float]:
 def compare(rows: dict[str, dict[str, Any]], against: str) -> None:
     """Add means with intervals over worlds, and differences paired by world."""
     for row in rows.values():
-        row["mean"] = _estimate(row["reward"])
-        row["mean kl"] = _estimate(row["kl, last half"])
-        row[f"minus {against}"] = _estimate(
+        row["mean"] = rounded_over_seeds(row["reward"])
+        row["mean kl"] = rounded_over_seeds(row["kl, last half"])
+        row[f"minus {against}"] = rounded_over_seeds(
             [a - b for a, b in zip(row["reward"], rows[against]["reward"], strict=True)]
         )
-
-
-def _estimate(values: Sequence[float]) -> list[float]:
-    found = over_seeds(values)
-    return [round(x, 4) for x in (found.value, found.interval.low, found.interval.high)]
 
 
 BASELINES = {"c1": "3", "lambda": "1", "top k": "all", "long": "Jackpot", "closed loop": "weight 1"}

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 from recipes.theory import entropy
 from rlpipe.drafts.loss import mtp_loss
 
@@ -216,9 +216,11 @@ def summary(curves: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for domain, where in enumerate(("in domain", "out of domain")):
             for name, value in curve[-1][domain].items():
-                row[f"{where}, {name}"] = _estimate(value)
+                row[f"{where}, {name}"] = rounded_over_seeds(value)
                 if kind != "kl":
-                    row[f"{where}, {name}, minus kl"] = _estimate(value - curves["kl"][-1][domain][name])
+                    row[f"{where}, {name}, minus kl"] = rounded_over_seeds(
+                        value - curves["kl"][-1][domain][name]
+                    )
         depths = [[point[0][f"depth {k}"].mean().item() for k in (1, 2, 3)] for point in curve]
         row["acceptance by step and depth"] = np.round(depths, 4).tolist()
         table["objectives"][kind] = row
@@ -229,12 +231,14 @@ def summary(curves: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
             values = torch.stack([point[figure] for point in run])  # [points, S]
             row[figure] = {
                 "over steps": [round(x, 4) for x in values.mean(1).tolist()],
-                "end": _estimate(values[-1]),
-                "change": _estimate(values[-1] - values[0]),
+                "end": rounded_over_seeds(values[-1]),
+                "change": rounded_over_seeds(values[-1] - values[0]),
             }
             for other in ("TV, frozen", "TV, online TV"):
                 if other != name:
-                    row[figure][f"end minus {other}"] = _estimate(values[-1] - runs[other][-1][figure])
+                    row[figure][f"end minus {other}"] = rounded_over_seeds(
+                        values[-1] - runs[other][-1][figure]
+                    )
         table["rl"][name] = row
     return table | {"correlations": correlations(curves)}
 
@@ -246,11 +250,6 @@ def correlations(curves: dict[str, Any]) -> dict[str, float]:
     names = ("entropy gap", "kl", "reverse kl")
     found = {name: float(np.corrcoef(columns[name], columns["alpha"])[0, 1]) for name in names}
     return {name: round(value, 3) for name, value in found.items()} | {"drafts": len(columns["alpha"])}
-
-
-def _estimate(values: Tensor) -> list[float]:
-    one = over_seeds(values.tolist())
-    return [round(x, 4) for x in (one.value, one.interval.low, one.interval.high)]
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.mtp_adapt.study import write_fresh_draft
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 
 EVEN = {"hard_start": 0.0, "hard_end": 0.0}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {  # objective and settings of windows
@@ -160,20 +160,15 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: float) -> dict[str, A
         values = [cell["held_out"] for cell in found]
         table[arm] = {
             "by_seed": [round(v, 4) for v in values],
-            "gain": _estimate([v - start for v in values]),
+            "gain": rounded_over_seeds([v - start for v in values]),
         }
         table[arm]["seconds"] = round(sum(cell["seconds"] for cell in found) / len(found), 1)
         for other in BASELINES:
             if other in cells and other != arm:
                 theirs = [cell["held_out"] for cell in cells[other]]
                 gaps = [a - b for a, b in zip(values, theirs, strict=True)]
-                table[arm][f"minus {other}"] = _estimate(gaps)
+                table[arm][f"minus {other}"] = rounded_over_seeds(gaps)
     return table
-
-
-def _estimate(values: Sequence[float]) -> list[float]:
-    found = over_seeds(values)
-    return [round(x, 4) for x in (found.value, found.interval.low, found.interval.high)]
 
 
 def markdown(results: dict[str, Any]) -> str:

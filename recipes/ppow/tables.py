@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.objectives.exact_window import expected_speedup, log_survival
 from rlpipe.drafts.objectives.ppow import group_advantages, missing_term, ppow_loss
@@ -200,20 +200,15 @@ def study(arms: Sequence[str], *, seeds: int, sweep_seeds: int) -> dict[str, Any
             "edge": best in (LRS[0], LRS[-1]),
             "sweep": {f"{lr:g}": round(v, 4) for lr, v in tried.items()},
             "mean": round(sum(values[arm]) / seeds, 4),
-            "gain": _estimate([v - s for v, s in zip(values[arm], start, strict=True)]),
+            "gain": rounded_over_seeds([v - s for v, s in zip(values[arm], start, strict=True)]),
             "by_seed": [round(v, 4) for v in values[arm]],
         }
     for arm, row in results["arms"].items():
         for other in BASELINES:
             if other != arm and other in values:
                 pairs = zip(values[arm], values[other], strict=True)
-                row[f"minus {other}"] = _estimate([a - b for a, b in pairs])
+                row[f"minus {other}"] = rounded_over_seeds([a - b for a, b in pairs])
     return results
-
-
-def _estimate(values: list[float]) -> list[float]:
-    found = over_seeds(values)
-    return [round(x, 4) for x in (found.value, found.interval.low, found.interval.high)]
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from recipes.ppow.tables import ANCHORS, ARMS, DEPTHS, VOCAB, World
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.objectives.ppow import group_advantages, ppow_loss
 from rlpipe.drafts.windows.reward import proximity_gap, window_reward
@@ -232,16 +231,11 @@ def summary(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     """Return means over worlds, and the differences that the paper speaks of, with intervals."""
     results: dict[str, Any] = {}
     for part, columns in found.items():
-        results[part] = {name: _estimate(values) for name, values in columns.items()}
+        results[part] = {name: rounded_over_seeds(values) for name, values in columns.items()}
         for one, other in PAIRS[part]:
             gaps = [a - b for a, b in zip(columns[one], columns[other], strict=True)]
-            results[part][f"{one} - {other}"] = _estimate(gaps)
+            results[part][f"{one} - {other}"] = rounded_over_seeds(gaps)
     return results
-
-
-def _estimate(values: Sequence[float]) -> list[float]:
-    one = over_seeds(values)
-    return [round(x, 4) for x in (one.value, one.interval.low, one.interval.high)]
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes import theory
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 from recipes.smollm_adapt.texts import shipped_answers
 from recipes.smollm_rl.make_layer import choose_table
 from rlpipe.config.paths import resolve_model
@@ -194,17 +194,12 @@ def compare(found: Mapping[str, Mapping[str, Sequence[float]]], against: str) ->
     """Return means over texts, and paired differences from one of the rows, with intervals."""
     table: dict[str, Any] = {}
     for name, row in found.items():
-        table[name] = {key: _estimate(values) for key, values in row.items()}
+        table[name] = {key: rounded_over_seeds(values) for key, values in row.items()}
         for key, values in row.items():
             if name != against and key in found[against]:
                 gaps = [a - b for a, b in zip(values, found[against][key], strict=True)]
-                table[name][f"{key}, minus {against}"] = _estimate(gaps)
+                table[name][f"{key}, minus {against}"] = rounded_over_seeds(gaps)
     return table
-
-
-def _estimate(values: Sequence[float]) -> list[float]:
-    one = over_seeds(values)
-    return [round(x, 4) for x in (one.value, one.interval.low, one.interval.high)]
 
 
 def load(args: argparse.Namespace) -> tuple[list[Text], list[Text], Tensor, Tensor]:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes import theory
-from recipes.runs import over_seeds
+from recipes.runs import rounded_over_seeds
 from recipes.smollm_adapt.texts import Text, other_answers, read, shipped_answers
 from recipes.smollm_rl.make_layer import DEPTHS, Layer, choose_table, compute_states
 from rlpipe.config.paths import resolve_model
@@ -221,25 +221,25 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
             for rule in ("rejection", "target_only"):
                 values = [c[held_out][rule] for c in found]
                 one = {
-                    "mean": _estimate(values),
-                    "gain": _estimate([v - start[held_out][rule] for v in values]),
+                    "mean": rounded_over_seeds(values),
+                    "gain": rounded_over_seeds([v - start[held_out][rule] for v in values]),
                 }
                 for other in BASELINES:
                     if other in cells and other != arm:
                         theirs = [c[held_out][rule] for c in cells[other]]
-                        one[f"minus {other}"] = _estimate(
+                        one[f"minus {other}"] = rounded_over_seeds(
                             [a - b for a, b in zip(values, theirs, strict=True)]
                         )
                 row[f"{held_out}, {rule}"] = one
             for name in ("alpha", "kl", "reverse_kl", "target_above", "draft_above"):
-                row[f"{held_out}, {name}"] = _estimate([c[held_out][name] for c in found])
+                row[f"{held_out}, {name}"] = rounded_over_seeds([c[held_out][name] for c in found])
             gaps = [c[held_out]["draft_entropy"] - c[held_out]["target_entropy"] for c in found]
-            row[f"{held_out}, entropy gap"] = _estimate(gaps)
+            row[f"{held_out}, entropy gap"] = rounded_over_seeds(gaps)
         curves = np.array([c["curve"] for c in found])  # [seeds, steps, depths]
         row["acceptance by step and depth"] = curves.mean(0).round(4).tolist()
         third = max(1, curves.shape[1] // 3)
         rise = curves[:, -third:].mean(1) - curves[:, :third].mean(1)
-        row["last third minus first, by depth"] = [_estimate(depth) for depth in rise.T.tolist()]
+        row["last third minus first, by depth"] = [rounded_over_seeds(depth) for depth in rise.T.tolist()]
         table[arm] = row
     return table
 
@@ -255,11 +255,6 @@ def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = {"entropy gap": gap, "KL(target||draft)": kl, "KL(draft||target)": reverse}
         found[held_out] = {n: round(float(np.corrcoef(x, alpha)[0, 1]), 3) for n, x in pairs.items()}
     return found | {"drafts": len(cells)}
-
-
-def _estimate(values: Sequence[float]) -> list[float]:
-    found = over_seeds(values)
-    return [round(x, 4) for x in (found.value, found.interval.low, found.interval.high)]
 
 
 def markdown(results: dict[str, Any]) -> str:
