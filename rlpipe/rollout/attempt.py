@@ -117,9 +117,6 @@ class EnvironmentRaised(Exception):
     """
 
 
-CLOSED = (ExitReason.CLOSED, "the collector was closed")
-
-
 def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
     """Return the failure in one line, and the innermost line of the user's code in its traceback."""
     text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"

@@ -50,7 +50,7 @@ from rlpipe.envs.contract import (
 )
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.agents import AgentAttempt, AgentEndpoint
-from rlpipe.rollout.attempt import CLOSED, MAX_TEXT, Attempt, EnvironmentRaised, ExitReason, Masked, Task
+from rlpipe.rollout.attempt import MAX_TEXT, Attempt, EnvironmentRaised, ExitReason, Masked, Task
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.environment_threads import EnvironmentHung, EnvironmentThreads
@@ -112,7 +112,6 @@ class Collector:
         self._running: set[asyncio.Future[None]] = set()
         # A prompt may be rolled out again before the engine has ended its first session.
         self._sessions = count()
-        self._closing = False
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         """Roll out the siblings of one prompt, and return when all have ended.
@@ -229,8 +228,7 @@ class Collector:
             for a in finished
         ]
         for retry in range(self._env.retries + 1):
-            if self._closing:
-                raise Masked(*CLOSED)
+            self._turns.check_open()
             try:
                 first = finished[0]
                 returned = await self._call(first, "score_group", score, first.task.instance_id, members)
@@ -273,7 +271,6 @@ class Collector:
 
         An environment that hangs is left behind.
         """
-        self._closing = True
         self._turns.close()
         if self._running:
             await asyncio.wait(list(self._running), timeout=_CLOSE_S)
@@ -344,8 +341,7 @@ class Collector:
             Masked: it will not.
             EnvironmentRaised: with the environment's exception as its cause.
         """
-        if self._closing:
-            raise Masked(*CLOSED)
+        self._turns.check_open()
 
         first, limit = attempts[0], None
         task = first.task

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from rlpipe.envs.base import InfrastructureError
-from rlpipe.rollout.attempt import CLOSED, Attempt, Masked
+from rlpipe.rollout.attempt import Attempt, ExitReason, Masked
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.turn import Turn, joined, next_route, stream_seed
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams
@@ -34,6 +34,11 @@ class TurnGenerator:
         self._closed = True
         self.engine.abort()
 
+    def check_open(self) -> None:
+        """Raise Masked once the generator is closed."""
+        if self._closed:
+            raise Masked(ExitReason.CLOSED, "the collector was closed")
+
     async def generate(self, attempt: Attempt, turn: Turn) -> GenerateResult:
         """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
         generated: GenerateResult | None = None
@@ -41,8 +46,7 @@ class TurnGenerator:
         started = time.monotonic()
 
         while generated is None or generated.finish_reason is FinishReason.ABORT:
-            if self._closed:
-                raise Masked(*CLOSED)
+            self.check_open()
             result = await self._request(attempt, turn, generated)
 
             # An engine that aborts without end must not hold the trajectory for ever.
