@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,19 +24,15 @@ from harness import bench_parser, load_average, provenance, write_result
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.cli import environment  # noqa: E402
+from tests.helpers.cli import newcomers_folder  # noqa: E402
 from tests.helpers.mistakes import Mistake, mistakes  # noqa: E402
 
 
 def play(mistake: Mistake) -> dict[str, Any]:
     """One mistake: exit status, seconds, what its message lacks, and whether a folder was left."""
-    with tempfile.TemporaryDirectory(prefix="rlpipe-mistake-") as name:
-        folder = Path(name) / "work"
-        (Path(name) / "home").mkdir()
-        folder.mkdir()
+    with newcomers_folder("rlpipe-mistake-") as (folder, env):
         mistake.files(folder)
         before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
-        env = environment(HOME=f"{name}/home", NETRC=f"{name}/netrc", CUDA_VISIBLE_DEVICES="")
         env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], str(folder)))
         started = time.perf_counter()
         command = [sys.executable, "-m", "rlpipe.run", *mistake.given]

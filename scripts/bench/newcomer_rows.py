@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from harness import bench_parser, commit, load_average, provenance, write_result
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.cli import SMALL, environment  # noqa: E402
+from tests.helpers.cli import SMALL, newcomers_folder  # noqa: E402
 from tests.helpers.mistakes import (  # noqa: E402
     ENVIRONMENT,
     OPENING,
@@ -395,13 +394,9 @@ ROWS = [
 
 def play(row: Row) -> dict[str, Any]:
     """Play one row: exit status, seconds, and what of the row its answer lacks."""
-    with tempfile.TemporaryDirectory(prefix="rlpipe-newcomer-") as name:
-        folder = Path(name) / "work"
-        (Path(name) / "home").mkdir()
-        folder.mkdir()
+    with newcomers_folder("rlpipe-newcomer-") as (folder, env):
         row.files(folder)
-        env = environment(HOME=f"{name}/home", NETRC=f"{name}/netrc", CUDA_VISIBLE_DEVICES="") | row.variables
-        env["OMP_NUM_THREADS"] = "1"
+        env |= row.variables | {"OMP_NUM_THREADS": "1"}
         for given in row.before:
             _run([*PYTHON, row.module, *given], row, folder, env)
         row.between(folder)

@@ -45,8 +45,8 @@ from rlpipe.weights.session import WeightSession  # noqa: E402
 WAYS = ("check in the pause", "full", "delta")
 
 
-class Clock:
-    """What an update's requests are sent when, and what the server had to load."""
+class UpdateClock:
+    """Measures updates of an engine: seconds for which its server is paused, bytes of the delta."""
 
     def __init__(self, engine: SglangEngine) -> None:
         self.paused = self.num_bytes = 0.0
@@ -107,7 +107,7 @@ def resident(engine: SglangEngine) -> int:
 
 def measure(engine: SglangEngine, weights: dict[str, torch.Tensor], repeats: int, share: float) -> dict:
     """Seconds, pause and bytes of the updates of every way, the first of each not counted."""
-    clock, size = Clock(engine), sum(tensor.nbytes for tensor in weights.values())
+    clock, size = UpdateClock(engine), sum(tensor.nbytes for tensor in weights.values())
     found: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in WAYS}
     version, most = 1, 0
     engine.update_weights(weights, version)

@@ -7,9 +7,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +36,16 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment of a user without settings of their own; rlpipe comes from this checkout."""
     keep = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH")}
     return keep | {"PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/")} | extra
+
+
+@contextmanager
+def newcomers_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """An empty folder, and the environment of a user with an empty home and no GPU; removed at exit."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        folder, home = Path(name) / "work", Path(name) / "home"
+        home.mkdir()
+        folder.mkdir()
+        yield folder, environment(HOME=str(home), NETRC=f"{name}/netrc", CUDA_VISIBLE_DEVICES="")
 
 
 def command(*overrides: str) -> list[str]:
