@@ -133,14 +133,14 @@ def _messages(where: str, returned: Sequence[Any], roles: Sequence[str]) -> list
                 f"{where}[{number}] has the role {message['role']!r}: use one of {', '.join(roles)}."
             )
 
-    return [dict(_text(f"{where}[{number}]", message)) for number, message in enumerate(returned)]
+    return [dict(recordable(f"{where}[{number}]", message)) for number, message in enumerate(returned)]
 
 
 def _observation(where: str, returned: Any) -> str | list[dict[str, Any]]:
     """Return a text, or a list of messages. Raises ValueError for anything else."""
     where = f"{where} observation"
     if isinstance(returned, str):
-        return _text(where, returned)
+        return recordable(where, returned)
     if not isinstance(returned, (list, tuple)):
         raise ValueError(
             f"{where}={shown(returned)}: give a string ('' when done), or chat messages as in "
@@ -162,7 +162,7 @@ def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[st
             raise ValueError(
                 f"{where} returned info with the key {shown(key)}: name what you record by strings."
             )
-        recorded[key] = plain = _text(f"{where} returned info[{key!r}]", _plain(value))
+        recorded[key] = plain = recordable(f"{where} returned info[{key!r}]", _plain(value))
 
         # Numbers are short, and become metrics.
         if isinstance(plain, (int, float)):
@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
     return value.item() if single and hasattr(value, "item") else value
 
 
-def _text(where: str, value: Any) -> Any:
+def recordable(where: str, value: Any) -> Any:
     """Return the value if JSON in UTF-8 can hold it. Raises ValueError otherwise."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -17,7 +17,7 @@ from rlpipe.config.data import DataConfig
 from rlpipe.config.limits import did_you_mean
 from rlpipe.config.paths import resolve
 from rlpipe.config.user_code import load_function
-from rlpipe.envs.contract import shown
+from rlpipe.envs.contract import recordable, shown
 from rlpipe.envs.function.rows import Row, Rows
 from rlpipe.envs.rehearsal import call
 
@@ -143,7 +143,7 @@ def prompt_of(what: str, value: Any) -> str | list[Message]:
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{what} is empty. Write a prompt, or leave such rows out with data.filter.")
-        return _encodable(what, value)
+        return recordable(what, value)
 
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(
@@ -181,19 +181,7 @@ def _message(what: str, message: Any) -> Message:
         content = "".join(str(block.get("text", "")) for block in content)
     if not isinstance(content, str):
         raise ValueError(f"{what} has the content {shown(content)}: give text; images are not supported.")
-    return {"role": role, "content": _encodable(what, content)}
-
-
-def _encodable(what: str, text: str) -> str:
-    """Return a text. Raises ValueError when UTF-8 cannot hold it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} holds half a surrogate pair, {error.object[error.start : error.end]!r}, which is no "
-            "text: decode bytes with errors='replace'."
-        ) from None
-    return text
+    return {"role": role, "content": recordable(what, content)}
 
 
 # --- templates --------------------------------------------------------------------------------------------
