@@ -11,14 +11,14 @@
 | transformers          | `transformers serve` with its defaults                                           |
 | transformers_sampling | the same, with sampling switched on in every request                             |
 
-Each is certified by the command, in this process, with its defaults. The exit status is 1 where a server of
-SGLang fails.
+Each is certified by the command, in this process, with its defaults. What OUT has of servers that are not
+named stays, each with its commit, so servers can be certified one by one. The exit status is 1 where a server
+of SGLang fails.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -34,7 +34,7 @@ from rlpipe.config.openmp import wait_passively  # noqa: E402
 
 wait_passively()
 
-from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
+from harness import bench_parser, commit, load_average, provenance, write_result  # noqa: E402
 
 from rlpipe.cli.certify import main as certify  # noqa: E402
 from rlpipe.config.paths import resolve_model  # noqa: E402
@@ -44,6 +44,7 @@ from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
 from tests.helpers.certified import address, transformers_server  # noqa: E402
 
 SGLANG = {"plain": "none", "stock": "rejection", "stock_greedy": "target_only", "plugin": "rejection"}
+SERVERS = [*SGLANG, "transformers", "transformers_sampling"]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
 
 
@@ -77,41 +78,36 @@ def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
         yield [url, "--name", str(model), *body]
 
 
+def certificate_of(args: Any, name: str) -> dict[str, Any]:
+    """Start a server, certify it, and return what was said."""
+    start = sglang if name in SGLANG else transformers
+    samples = args.samples if name in SGLANG else args.text_samples
+    with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:
+        out = Path(folder) / "certificate.json"
+        began = time.monotonic()
+        status = certify([*arguments, "--model", args.model, "--samples", str(samples), "--json", str(out)])
+        minutes = round((time.monotonic() - began) / 60, 1)
+        found = json.loads(out.read_text()) if out.exists() else {}
+    return {"status": status, "minutes": minutes, "commit": commit(), **shortened(found)}
+
+
 def main() -> int:
     """Certify every server and write what was said; return 1 where it is not what it should be."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", default="shipped:models/tiny")
-    parser.add_argument("--servers", nargs="+", default=[*SGLANG, "transformers", "transformers_sampling"])
+    parser.add_argument("--servers", nargs="+", default=SERVERS, choices=SERVERS)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--text-samples", type=int, default=1000, help="of servers that take one at a time")
     parser.add_argument("--dtype", default="float32", help="of SGLang's servers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sglang-python", default="", help="as rollout.sglang.python")
-    args = parser.parse_args()
-    load, results = load_average(), {}
+    args, load = parser.parse_args(), load_average()
 
+    results = json.loads(args.json.read_text())["results"] if args.json and args.json.exists() else {}
     for name in args.servers:
-        start = sglang if name in SGLANG else transformers
-        samples = args.samples if name in SGLANG else args.text_samples
-        with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:
-            out = Path(folder) / "certificate.json"
-            began = time.monotonic()
-            status = certify(
-                [*arguments, "--model", args.model, "--samples", str(samples), "--json", str(out)]
-            )
-            seconds = time.monotonic() - began
-            found = json.loads(out.read_text()) if out.exists() else {}
-        results[name] = {"status": status, "minutes": round(seconds / 60, 1), **shortened(found)}
-
-    write_result(
-        args.json,
-        {
-            "question": "what certificates say of servers",
-            **provenance(args, load, packages=("torch", "transformers")),
-            "cpu_threads": os.environ.get("OMP_NUM_THREADS", ""),
-            "results": results,
-        },
-    )
+        results[name] = certificate_of(args, name)
+        ordered = {"results": {server: results[server] for server in SERVERS if server in results}}
+        write_result(args.json, provenance(args, load, packages=("torch", "transformers")) | ordered)
     return int(any(results[name]["status"] for name in args.servers if name in SGLANG))
 
 
