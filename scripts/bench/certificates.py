@@ -8,12 +8,14 @@
 | stock                 | stock SGLang with MTP drafts, verified by rejection sampling                     |
 | stock_greedy          | stock SGLang with MTP drafts as it does by default: the draft's argmax           |
 | plugin                | as stock, with rlpipe's plugin                                                   |
+| stale_draft           | as plugin, with noise of 30% on each weight of its draft                         |
+| other_weights         | as plugin, with noise of 3% on each weight of its model                          |
 | transformers          | `transformers serve` with its defaults                                           |
 | transformers_sampling | the same, with sampling switched on in every request                             |
 
 Each is certified by the command, in this process, with its defaults. What OUT has of servers that are not
-named stays, each with its commit, so servers can be certified one by one. The exit status is 1 where a server
-of SGLang fails.
+named stays, each with its commit, so servers can be certified one by one. The exit status is 1 where other
+faults are found than there are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,15 +37,24 @@ from rlpipe.config.openmp import wait_passively  # noqa: E402
 wait_passively()
 
 from harness import bench_parser, commit, load_average, provenance, write_result  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from rlpipe.cli.certify import main as certify  # noqa: E402
 from rlpipe.config.paths import resolve_model  # noqa: E402
 from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.models.checkpoint import read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
 from tests.helpers.certified import address, transformers_server  # noqa: E402
+from tests.helpers.sglang import only_mtp, perturbed  # noqa: E402
 
 SGLANG = {"plain": "none", "stock": "rejection", "stock_greedy": "target_only", "plugin": "rejection"}
+SGLANG |= {"stale_draft": "rejection", "other_weights": "rejection"}
+FAULTS = {
+    "stale_draft": ["stale draft"],
+    "other_weights": ["another distribution"],
+    "transformers": ["no sampling"],
+}
 SERVERS = [*SGLANG, "transformers", "transformers_sampling"]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
 
@@ -59,15 +70,26 @@ def sglang(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
         max_context=256,
         threads=args.threads,
     )
-    config.sglang.plugin = name == "plugin"
+    config.sglang.plugin = name not in ("plain", "stock", "stock_greedy")
     config.sglang.python = args.sglang_python
-    spec = SpecConfig(mode=SGLANG[name], gamma=3)
-    engine = SglangEngine(config, spec, resolve_model(args.model), log_dir=folder)
+    spec, path = SpecConfig(mode=SGLANG[name], gamma=3), resolve_model(args.model)
+    engine = SglangEngine(config, spec, path, log_dir=folder)
     try:
+        if name in ("stale_draft", "other_weights"):
+            engine.update_weights(spoiled(read_weights(path), name), 1)
         url, key = address(engine)
         yield [url, "--key", key]
     finally:
         engine.close()
+
+
+def spoiled(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Plant a fault in weights."""
+    draft = only_mtp(weights)
+    target = {key: tensor for key, tensor in weights.items() if key not in draft}
+    if name == "stale_draft":
+        return target | perturbed(draft, 0.3)
+    return perturbed(target, 0.03) | draft
 
 
 @contextmanager
@@ -108,7 +130,7 @@ def main() -> int:
         results[name] = certificate_of(args, name)
         ordered = {"results": {server: results[server] for server in SERVERS if server in results}}
         write_result(args.json, provenance(args, load, packages=("torch", "transformers")) | ordered)
-    return int(any(results[name]["status"] for name in args.servers if name in SGLANG))
+    return int(any(results[name].get("causes") != FAULTS.get(name, []) for name in args.servers))
 
 
 def shortened(found: dict[str, Any]) -> dict[str, Any]:
