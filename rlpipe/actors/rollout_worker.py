@@ -30,6 +30,7 @@ from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
+from rlpipe.rollout.kv_budget import KvBudget
 from rlpipe.rollout.relay import RelayEngine
 from rlpipe.serve.server import AgentServer
 from rlpipe.types import GenerateRequest, GenerateResult, Group, Prompt, Trajectory
@@ -37,6 +38,7 @@ from rlpipe.weights.payload import WeightPayload, unpack_weights
 from rlpipe.weights.protocols import ReceivesBroadcasts
 
 if TYPE_CHECKING:
+    from rlpipe.envs.base import Suite
     from rlpipe.weights.offer import Member, Offer
 
 
@@ -54,7 +56,7 @@ class RolloutWorker:
         self._engine: Engine = make_engine(config, self._note)
         self._engines = [self._engine]  # all that receive new weights
         self._agents = AgentServer(config.env.agent.host, config.env.tools.parser)
-        collector = partial(
+        shared = partial(
             Collector,
             agents=self._agents,
             chat=ChatFormat.from_pretrained(path),
@@ -64,6 +66,12 @@ class RolloutWorker:
             record_drafts=config.metrics.rollouts_per_step > 0,
             spans=self._spans,
         )
+
+        def collector(engine: Engine, suite: Suite) -> Collector:
+            stats = engine.stats()
+            budget = KvBudget(rows=stats.kv_rows, tokens=stats.kv_tokens)
+            return shared(engine=engine, suite=suite, kv_budget=budget)
+
         self._evaluator = self._collector = collector(engine=self._engine, suite=self._suite)
         if config.injection.active():
             self._inject(config, resolve_model(config.rollout_model), collector)

@@ -51,8 +51,8 @@ class RolloutConfig:
 
     max_running: int = 64
     """Number of KV rows of an engine, which running requests and idle conversations share. The embedded
-    engine keeps further idle conversations in host memory, up to twice as many tokens as its rows hold, and
-    computes the rest again."""
+    engine keeps further idle conversations in host memory, up to twice as many tokens as its rows hold.
+    Attempts that would not fit wait; what does not fit nevertheless is computed again."""
 
     max_context: int = 512
     """Maximum number of tokens of a conversation, prompt included; at most the model's

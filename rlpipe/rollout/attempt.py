@@ -58,12 +58,14 @@ class Attempt:
     gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
     cut: a turn used up its tokens before the model ended it.
     turns: texts for people to read. rewards, actions: of each turn so far.
+    stored: tokens of its conversations and of those of its game, by session id.
     """
 
     task: Task
     trajectory: Trajectory
     session_id: str
     lane: Lane
+    stored: dict[str, int]
     gen_seconds: float = 0.0
     env_seconds: float = 0.0
     sandbox_seconds: float = 0.0

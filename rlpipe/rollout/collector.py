@@ -54,6 +54,7 @@ from rlpipe.rollout.attempt import MAX_TEXT, Attempt, EnvironmentRaised, ExitRea
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.environment_threads import EnvironmentHung, EnvironmentThreads
+from rlpipe.rollout.kv_budget import KvBudget
 from rlpipe.rollout.turn import Turn, stream_seed
 from rlpipe.rollout.turn_generator import TurnGenerator
 from rlpipe.types import (
@@ -83,6 +84,7 @@ class Collector:
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
     spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
     agents: serves the attempts of episodes that are an `AgentEpisode`; needed only by suites that have them.
+    kv_budget: delays attempts whose keys and values the engine has no room for; None starts all at once.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class Collector:
         record_drafts: bool = False,
         spans: SpanLog | None = None,
         agents: AgentEndpoint | None = None,
+        kv_budget: KvBudget | None = None,
     ) -> None:
         self._agents = agents
+        self._kv_budget = kv_budget or KvBudget(rows=0, tokens=0)
         self._suite, self._chat = suite, chat
         self._turns = TurnGenerator(engine, ignore_eos=rollout.ignore_eos)
         self._tools = suite_tools(suite)
@@ -176,8 +180,8 @@ class Collector:
         games = [tasks[first : first + players] for first in range(0, len(tasks), players)]
 
         async def roll_out(game: Sequence[Task]) -> list[Attempt]:
-            async with capacity or contextlib.nullcontext():
-                return await self._roll_out(game)
+            async with capacity or contextlib.nullcontext(), self._kv_budget.admit(len(game)) as admitted:
+                return await self._roll_out(game, admitted.tokens)
 
         attempts = list(chain.from_iterable(await gather_or_cancel(map(roll_out, games))))
         await self._score_group(attempts)
@@ -254,6 +258,8 @@ class Collector:
     def activity(self) -> str:
         """Return what the trajectories wait for, in words; "" when none runs."""
         waits = [f"{self._turns.running} turns generate"] if self._turns.running else []
+        if waiting := self._kv_budget.waiting:
+            waits.append(f"{waiting} attempts wait until the engine can store their keys and values")
         if busiest := self._threads.busiest():
             work, seconds = busiest
             waits.append(f"the environment's {work} since {seconds:.0f} s")
@@ -276,17 +282,25 @@ class Collector:
             await asyncio.wait(list(self._running), timeout=_CLOSE_S)
         await self._threads.close(_CLOSE_S)
 
-    async def _roll_out(self, tasks: Sequence[Task]) -> list[Attempt]:
-        """Roll out the trajectories of one episode, with its retries, each in a new lane of the spans."""
+    async def _roll_out(self, tasks: Sequence[Task], stored: dict[str, int]) -> list[Attempt]:
+        """Roll out the trajectories of one episode, with its retries, each in a new lane of the spans.
+
+        stored: gets the tokens of each conversation, by session id.
+        """
         with contextlib.ExitStack() as opened:
             lanes = [opened.enter_context(self._spans.lane()) for _ in tasks]
-            return await self._roll_out_in(lanes, tasks)
+            return await self._roll_out_in(lanes, tasks, stored)
 
-    async def _roll_out_in(self, lanes: Sequence[Lane], tasks: Sequence[Task]) -> list[Attempt]:
+    async def _roll_out_in(
+        self, lanes: Sequence[Lane], tasks: Sequence[Task], stored: dict[str, int]
+    ) -> list[Attempt]:
         """Try until an episode does not fail of infrastructure, and return the last attempts."""
         for retry in range(self._env.retries + 1):
             error: BaseException | None = None
-            attempts = [self._new_attempt(lane, task, retry) for lane, task in zip(lanes, tasks, strict=True)]
+            stored.clear()
+            attempts = [
+                self._new_attempt(lane, task, retry, stored) for lane, task in zip(lanes, tasks, strict=True)
+            ]
             with self._in_flight():
                 try:
                     await self._attempt(attempts)
@@ -314,12 +328,12 @@ class Collector:
             self._record(attempt, retry)
         return attempts
 
-    def _new_attempt(self, lane: Lane, task: Task, retry: int) -> Attempt:
+    def _new_attempt(self, lane: Lane, task: Task, retry: int, stored: dict[str, int]) -> Attempt:
         trajectory = Trajectory(
             trajectory_id=task.trajectory_id, group_id=task.group_id, instance_id=task.instance_id
         )
         session_id = f"{task.trajectory_id}#{next(self._sessions)}.{retry}"
-        return Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane)
+        return Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane, stored=stored)
 
     def _record(self, attempt: Attempt, retries: int) -> None:
         """Put into the info what is known of any attempt, however it ended."""

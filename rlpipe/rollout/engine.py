@@ -23,6 +23,8 @@ class EngineStats:
     busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
     decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
         plain_seconds: their tokens without drafts, by those costs; predicted_seconds: the policy's estimate.
+    kv_rows: conversations that it stores at any length. kv_tokens: of those that it stores beside them; 0 is
+        unknown.
     costs: measured seconds of a decode step by (batch, gamma), of engines that measure them.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.
     server: figures of an engine's server by metric name, `{k}` in it standing for the worker's number.
@@ -35,6 +37,8 @@ class EngineStats:
     prefill_tokens: int = 0
     busy_seconds: float = 0.0
     row_steps: int = 0
+    kv_rows: int = 0
+    kv_tokens: int = 0
     decode_seconds: float = 0.0
     plain_seconds: float = 0.0
     predicted_seconds: float = 0.0

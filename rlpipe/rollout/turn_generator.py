@@ -62,6 +62,7 @@ class TurnGenerator:
             generated = extended
 
         attempt.gen_seconds += time.monotonic() - started
+        attempt.stored[turn.session_id] = len(turn.prompt) + len(generated.output_ids)
         return generated
 
     async def _request(

@@ -1,13 +1,14 @@
 """How many turns a second do agents get when more of them are at work than an engine has rows?
 
-    python scripts/bench/agent_turns.py --json OUT [--workers 2] [--rows 8] [--sessions 8 24]
+    python scripts/bench/agent_turns.py --json OUT [--workers 2] [--rows 8] [--sessions 8 24 48]
 
 `recompute`  a conversation whose row another one needs loses its keys, as until November 2026
 `parked`     it keeps them on the host
+`bounded`    the same, and a session starts when the engine can store its keys in addition to the others'
 
 Each worker is an embedded engine in a process of its own, with a random model of a million parameters and no
 drafts. Sessions take turns of fixed length; between two turns a session waits as long as a tool took in
-`tool_times.json`, times --speed. The load is the same for both arms, which take turns within a repeat.
+`tool_times.json`, times --speed. The load is the same for all arms, which take turns within a repeat.
 The file of tool times holds the seconds between the turns of attempts at the main job, from the trace of a
 run: `--record RUN/trace.json.gz` writes it anew.
 """
@@ -47,6 +48,7 @@ from harness import (  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 from rlpipe.rollout.embedded import EmbeddedEngine  # noqa: E402
+from rlpipe.rollout.kv_budget import KvBudget  # noqa: E402
 from rlpipe.types import GenerateRequest, SamplingParams  # noqa: E402
 
 TIMES = Path(__file__).with_name("tool_times.json")
@@ -54,6 +56,7 @@ VOCAB, OPENING, TURN, OBSERVATION = 512, 600, 24, 100  # tokens
 WAITS, RECORDED = 6, 48  # of a session; sessions in the file
 CONTEXT = OPENING + (WAITS + 1) * TURN + WAITS * OBSERVATION
 Waits = list[list[float]]  # of each session, in seconds
+ARMS = ("recompute", "parked", "bounded")
 
 
 def recorded(trace: Path) -> Waits:
@@ -80,13 +83,15 @@ def write_model(path: Path) -> Path:
 
 
 class Worker:
-    """An engine and its sessions. parks: whether conversations without a row keep their keys."""
+    """An engine and its sessions, in one of ARMS."""
 
-    def __init__(self, model: Path, rows: int, *, parks: bool) -> None:
+    def __init__(self, model: Path, rows: int, arm: str) -> None:
         config = RolloutConfig(max_running=rows, max_context=CONTEXT + 1, threads=1, device="cpu")
         self._engine = EmbeddedEngine(config, SpecConfig(mode=SpecMode.NONE), model)
-        if not parks:
+        if arm == "recompute":
             self._engine._table.max_parked_tokens = 0
+        tokens = self._engine.stats().kv_tokens if arm == "bounded" else 0
+        self._budget = KvBudget(rows=rows, tokens=tokens)
         self._names = count()
 
     def run(self, waits: Waits) -> dict[str, float]:
@@ -107,16 +112,19 @@ class Worker:
     async def _session(self, number: int, waits: list[float]) -> None:
         drawn, session = random.Random(number), f"s{number}"
         ids = [drawn.randrange(2, VOCAB) for _ in range(OPENING)]
-        for turn, wait in enumerate([*waits, 0.0]):
-            sampling = SamplingParams(max_new_tokens=TURN, seed=1000 * number + turn)
-            result = await self._engine.generate(
-                GenerateRequest(
-                    request_id=f"{session}/{turn}", prompt_ids=ids, sampling=sampling, session_id=session
+        async with self._budget.admit(1) as admitted:
+            for turn, wait in enumerate([*waits, 0.0]):
+                sampling = SamplingParams(max_new_tokens=TURN, seed=1000 * number + turn)
+                result = await self._engine.generate(
+                    GenerateRequest(
+                        request_id=f"{session}/{turn}", prompt_ids=ids, sampling=sampling, session_id=session
+                    )
                 )
-            )
-            ids += [*result.output_ids.tolist(), *(drawn.randrange(2, VOCAB) for _ in range(OBSERVATION))]
-            await asyncio.sleep(wait)
-        self._engine.end_session(session)
+                ids += result.output_ids.tolist()
+                admitted.tokens[session] = len(ids)
+                ids += [drawn.randrange(2, VOCAB) for _ in range(OBSERVATION)]
+                await asyncio.sleep(wait)
+            self._engine.end_session(session)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -129,7 +137,8 @@ def measure(
     """Play the sessions on the workers of each arm in turn, dealt out one by one.
 
     Returns for each arm turns per second, the share of the time in which an engine is idle, milliseconds of a
-    processor and prompt tokens per turn, as medians over repeats; and how many times the turns parking gives.
+    processor and prompt tokens per turn, as medians over repeats; and how many times the turns each arm gives
+    of the one before it.
     """
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
 
@@ -157,7 +166,7 @@ def measure(
             name: {key: round(median(row[key] for row in each), 3) for key in each[0]}
             for name, each in counted.items()
         },
-        "parked / recompute": round(samples.ratio("recompute", "parked"), 2),
+        **{f"{arm} / {before}": round(samples.ratio(before, arm), 2) for before, arm in pairwise(arms)},
     }
 
 
@@ -167,7 +176,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="TRACE", help="write the tool times of a run instead")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8, help="of each engine")
-    parser.add_argument("--sessions", type=int, nargs="+", default=[8, 24], help="of each worker")
+    parser.add_argument("--sessions", type=int, nargs="+", default=[8, 24, 48], help="of each worker")
     parser.add_argument("--speed", type=float, default=0.25, help="factor of the recorded seconds")
     args, load = parser.parse_args(), load_average()
     if args.record:
@@ -179,16 +188,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder))
         arms = {
-            name: [
-                ArmProcess(partial(Worker, model, args.rows, parks=name == "parked"))
-                for _ in range(args.workers)
-            ]
-            for name in ("recompute", "parked")
+            arm: [ArmProcess(partial(Worker, model, args.rows, arm)) for _ in range(args.workers)]
+            for arm in ARMS
         }
         for sessions in args.sessions:
             waits = [times[n % len(times)] for n in range(args.workers * sessions)]
             results[f"{sessions} sessions"] = measured = measure(arms, waits, args.repeats)
-            print(f"{sessions} sessions a worker, {args.rows} rows: {measured['parked / recompute']} times")
+            ratios = {name: value for name, value in measured.items() if name != "arms"}
+            print(f"{sessions} sessions a worker, {args.rows} rows: {ratios}")
             print(table(measured["arms"]), flush=True)
         for process in (process for each in arms.values() for process in each):
             process.close()

@@ -131,6 +131,8 @@ class Scheduler:
             running=self._table.active,
             waiting=len(self._waiting),
             busy_seconds=busy_seconds,
+            kv_rows=self._table.rows,
+            kv_tokens=self._table.max_parked_tokens,
             spec=copy.deepcopy(self._stats.spec),
         )
 

@@ -13,6 +13,7 @@ from rlpipe.config.env import EnvConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.envs.base import InfrastructureError, StepResult
 from rlpipe.rollout.collector import Collector
+from rlpipe.rollout.kv_budget import KvBudget
 from rlpipe.rollout.turn import stream_seed
 from rlpipe.types import FinishReason, GenerateResult, Prompt, SpecCounts, TrajectoryStatus
 
@@ -146,11 +147,13 @@ class EchoEpisode:
         self.closed += 1
 
 
-def collector(engine, suite, *, retries=2, threads=2, step_timeout_s=600, top_logprobs=0, **rollout):
+def collector(
+    engine, suite, *, retries=2, threads=2, step_timeout_s=600, top_logprobs=0, kv_budget=None, **rollout
+):
     settings = RolloutConfig(**({"max_context": 200, "max_new_tokens": 20, "temperature": 0.7} | rollout))
     env = EnvConfig(retries=retries, threads=threads, step_timeout_s=step_timeout_s)
     parts = {"engine": engine, "suite": suite, "chat": LetterChat(), "rollout": settings, "env": env}
-    return Collector(**parts, top_logprobs=top_logprobs)
+    return Collector(**parts, top_logprobs=top_logprobs, kv_budget=kv_budget)
 
 
 def collect(engine, suite, group_size=1, seed=5, **settings):
@@ -553,6 +556,25 @@ def test_whatever_an_environment_does_ends_in_that_attempt_without_a_reward(meth
         assert re.fullmatch(r"/.*\.py:\d+", trajectory.info["place"])
     if behave.__qualname__.startswith("raising"):
         assert "test_collector.py" in trajectory.info["place"]
+
+
+def test_attempts_start_only_while_the_engine_can_store_their_conversations():
+    """The first attempt shows a length of 16 tokens; one fits into the row and two into the rest."""
+    engine, suite = ScriptedEngine(["ls", "submit"]), EchoSuite()
+    budget = KvBudget(rows=1, tokens=32)
+
+    async def play():
+        one = collector(engine, suite, kv_budget=budget)
+        try:
+            (first,) = (await one.collect(Prompt(instance_id="i", group_id="g", seed=5), 1)).trajectories
+            assert len(first.token_ids) == 16
+            return await one.collect(Prompt(instance_id="i", group_id="h", seed=6), 8)
+        finally:
+            await one.close()
+
+    group = asyncio.run(asyncio.wait_for(play(), 20))
+    assert [one.reward for one in group.trajectories] == [1.0] * 8
+    assert engine.most_running == 3 and budget.waiting == 0
 
 
 def test_a_failing_engine_is_not_an_attempt_that_failed():

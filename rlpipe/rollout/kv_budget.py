@@ -1,0 +1,95 @@
+"""Bounds how many attempts of one worker are open by the keys and values that its engine can store.
+
+    admit (waits) -> the attempt's conversations grow with its turns -> it ends, and others are admitted
+
+A conversation that the engine cannot store is computed again at each of its turns, so that more open attempts
+make fewer turns. An attempt is therefore admitted when it fits in addition to all open ones, at the length
+that recent attempts had at their end; until one has ended, at the lengths so far. This is an estimate: open
+attempts are never interrupted, and what does not fit is computed again.
+
+Invariant: attempts are admitted in the order in which they asked, and one always is if none is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from statistics import fmean
+
+_RECENT = 64  # attempts whose length is expected of the next one
+
+
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """Attempts that were admitted together. tokens: of their open conversations, by session id."""
+
+    attempts: int
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def length(self) -> float:
+        """Return the tokens of one attempt."""
+        return sum(self.tokens.values()) / self.attempts
+
+
+class KvBudget:
+    """Admits attempts.
+
+    rows: conversations that the engine stores at any length. tokens: of the conversations that it stores
+    beside those; 0 admits every attempt.
+    """
+
+    def __init__(self, *, rows: int, tokens: int) -> None:
+        self._rows, self._tokens = rows, tokens
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._open: set[Admitted] = set()
+        self._waiting: deque[tuple[asyncio.Future[None], Admitted]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Return how many attempts wait."""
+        return sum(asked.attempts for turn, asked in self._waiting if not turn.done())
+
+    @contextlib.asynccontextmanager
+    async def admit(self, attempts: int) -> AsyncIterator[Admitted]:
+        """Wait until some attempts fit, and count them as open while the context is entered.
+
+        The caller keeps `tokens` of what it gets up to date.
+        """
+        asked, turn = Admitted(attempts), asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, asked))
+        self._admit_waiting()
+        try:
+            await turn
+            yield asked
+        finally:
+            turn.cancel()  # if the caller left while it waited
+            self._open.discard(asked)
+            if asked.tokens:
+                self._recent.append(asked.length)
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        while self._waiting:
+            turn, asked = self._waiting[0]
+            if not turn.done():
+                if self._open and not self._fits(asked):
+                    return
+                self._open.add(asked)
+                turn.set_result(None)
+            self._waiting.popleft()
+
+    def _fits(self, asked: Admitted) -> bool:
+        """Return whether the engine can store attempts in addition to the open ones."""
+        if not self._tokens:
+            return True
+        expected = fmean(self._recent or [0])
+        lengths = sorted(
+            max(one.length, expected) for one in (*self._open, asked) for _ in range(one.attempts)
+        )
+
+        # The rows hold the shortest, so that the estimate errs on the side of what fits.
+        return sum(lengths[self._rows :]) <= self._tokens
