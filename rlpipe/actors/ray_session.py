@@ -42,6 +42,10 @@ def set_ray_environment(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
 
+    # Else Ray starts an idle worker for every CPU of the machine; actors get theirs when they are made.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+
     # A local Ray is closed to other users and to the network.
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -77,14 +81,16 @@ class RaySession:
         self._stopped = threading.Event()
         self._sessions: dict[int, float] = {}  # process id of the session leader -> its start time
         self._folder: Path | None = None
-        local = {}
+        self._variables = {"PYTHONPATH": module_path(), "PYTHONWARNINGS": "ignore"} | wait_choices()
+        options: dict[str, Any] = {"runtime_env": {"env_vars": self._variables}}
 
-        # A local Ray gets a private folder and a CPU for every actor, even on a smaller machine.
+        # A local Ray gets a private folder, and a CPU for every actor even on a smaller machine. Its
+        # processes inherit the variables: with a runtime_env each worker waits for an agent to set them.
         if not config.cluster.address:
             self._folder, self._lock = _private_folder()
             run_mode = config.run.half
             actors = config.rollout.workers * run_mode.generates + config.trainer.world_size * run_mode.trains
-            local = {
+            options = {
                 "num_cpus": max(actors, os.cpu_count() or 1),
                 # A subfolder, since Ray makes this one readable to everybody.
                 "_temp_dir": str(self._folder / "r"),
@@ -96,8 +102,6 @@ class RaySession:
 
         logging.getLogger("ray").setLevel(logging.ERROR)
 
-        variables = {"PYTHONPATH": module_path(), "PYTHONWARNINGS": "ignore"} | wait_choices()
-
         # Ray starts its processes through this name: each of them gets a separate session.
         popen, services.ConsolePopen = services.ConsolePopen, self._started
         try:
@@ -107,8 +111,7 @@ class RaySession:
                     include_dashboard=False,
                     logging_level="ERROR",
                     configure_logging=False,
-                    runtime_env={"env_vars": variables},
-                    **local,
+                    **options,
                 )
             finally:
                 services.ConsolePopen = popen
@@ -125,6 +128,7 @@ class RaySession:
 
     def _started(self, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
         """Start a process of Ray in a separate session, and record it; replaces the Popen of Ray."""
+        kwargs["env"] = {**(kwargs.get("env") or os.environ), **self._variables}
         process = subprocess.Popen(*args, **kwargs, start_new_session=True)
         self._sessions[process.pid] = psutil.Process(process.pid).create_time()
 
