@@ -92,7 +92,8 @@ class MegatronTrainer:
 
         # Refuse impossible settings before any process group or model exists.
         check_parallel(config, self._hf_config, world_size)
-        check_names(algo)
+        if not adapt_only:
+            check_names(algo)
         config = for_model(config, self._hf_config)
         self._online = mtp.online and not adapt_only
         if adapt_only or self._online:

@@ -16,6 +16,7 @@ import functools
 import inspect
 import logging
 import random
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -99,6 +100,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
     # Choose the device before Megatron's parallel state is built on it.
     _quiet_megatron()
     gpu = torch.cuda.is_available()
+    import_megatron(compiles=gpu)
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
@@ -136,6 +138,30 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         rank=rank,
         world_size=world_size,
     )
+
+
+@functools.cache
+def import_megatron(*, compiles: bool) -> None:
+    """Import Megatron without what this process never uses; has no effect where it is imported already.
+
+    Megatron imports wandb where it is installed, for its inference. It gives small functions to
+    torch.compile, which imports the compiler at once. On a CPU rlpipe's models call none of them. Both
+    imports take seconds.
+
+    compiles: whether those functions are compiled.
+    """
+    compile_, logged = torch.compile, "wandb" in sys.modules
+    if not compiles:
+        torch.compile = lambda function: function  # pyright: ignore[reportAttributeAccessIssue]
+    if not logged:
+        sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]  (its import then fails)
+
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compile_
+        if not logged:
+            del sys.modules["wandb"]
 
 
 def _meet(master: str, rank: int, world_size: int) -> Store:

@@ -97,3 +97,19 @@ def test_types_config_metrics_and_report_load_no_heavy_library():
     assert result.returncode == 0, result.stderr
     loaded = {name.split(".")[0] for name in json.loads(result.stdout)}
     assert not loaded & HEAVY
+
+
+def test_a_trainer_on_a_cpu_imports_megatron_without_a_compiler_and_without_wandb():
+    """torch.compile and wandb are there for other code afterwards."""
+    code = (
+        "import json, sys, torch; before = torch.compile\n"
+        "from rlpipe.trainer.runtime import import_megatron; import_megatron(compiles=False)\n"
+        "print(json.dumps([*sys.modules])); assert torch.compile is before; import wandb"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = set(json.loads(result.stdout))
+    assert "megatron.core.tensor_parallel" in loaded
+    assert not loaded & {"wandb", "torch._inductor.compile_fx", "torch._dynamo"}
