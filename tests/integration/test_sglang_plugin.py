@@ -17,9 +17,9 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def hooks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "sglang_env" / "plugin"))
-    from rlpipe_sglang.plugin import ADAPTIVE, CPU, HOOKS
+    from rlpipe_sglang.plugin import ADAPTIVE, CPU, FILES, HOOKS
 
-    yield HOOKS + ADAPTIVE + CPU
+    yield HOOKS + ADAPTIVE + CPU + FILES
     for name in [name for name in sys.modules if name.startswith("rlpipe_sglang")]:
         del sys.modules[name]
 

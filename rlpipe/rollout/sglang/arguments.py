@@ -212,6 +212,8 @@ def server_environment(
     path = [str(SERVED), str(shipped(_PLUGIN))] if rollout.sglang.plugin else [str(SERVED)]
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(path)}
     variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
+    if rollout.sglang.plugin:  # the plugin imports the served model's file, SGLang all of its 259
+        variables.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "rlpipe_sglang.model_files")
     if adaptive:
         variables |= {"RLPIPE_GAMMA": str(Path(gamma.__file__))}
     if draft_vocab is not None:

@@ -10,6 +10,7 @@
     attention.py  in a scheduler on a CPU: attention from the queries of a step alone
     cpu.py      on a CPU: processes are forked; in a scheduler, what DeepSeek-V3 and drafts of mixtures need
     routes.py   in a scheduler: memory for the experts that read each token, on a CPU
+    model_files in a scheduler: only the file of the served model is imported
     pack.py     in the HTTP process: both as packed float32 in the answer
 
 Travels with rlpipe: a server finds this folder on its PYTHONPATH. Imports nothing of rlpipe, which the

@@ -24,6 +24,7 @@ from rlpipe_sglang import (
     in_flight,
     layout,
     measure,
+    model_files,
     pack,
     ranks,
     routes,
@@ -170,6 +171,11 @@ CPU = (  # where a server has no GPU
     Hook("scheduler", f"models.deepseek_v2:DeepseekV2{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
     Hook("scheduler", f"models.glm4_moe:Glm4Moe{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
 )
+FILES = (  # where SGLang is to import only the files of the models that it serves
+    Hook("scheduler", "models.registry:_ModelRegistry._load_default_models", "415e218c2bab0905"),
+    Hook("scheduler", "models.registry:import_model_classes", "806f81fe11d51adc"),
+    Hook("scheduler", "model_loader.utils:get_model_architecture", "eb945a285e9b05cb", model_files.one_file),
+)
 report: dict[str, str] = {}  # of this process: role -> "ok", or what is wrong
 asked_hooks: list[str] = []  # full names of the functions that this process asked SGLang to hook
 
@@ -190,7 +196,7 @@ def load() -> None:
         role = "scheduler"
     else:
         return
-    asked = {width.ASKED: ADAPTIVE, vocabulary.ASKED: CUT, _ON_CPU: CPU}
+    asked = {width.ASKED: ADAPTIVE, vocabulary.ASKED: CUT, _ON_CPU: CPU, model_files.ASKED: FILES}
     hooks = [*HOOKS, *(hook for name, more in asked.items() if name in os.environ for hook in more)]
     hooks = [hook for hook in hooks if hook.role == role]
     report.clear()  # a forked process has that of its parent
