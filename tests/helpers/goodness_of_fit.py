@@ -23,11 +23,10 @@ from rlpipe.certify.statistics import normal_score
 SIMULATIONS = 500
 
 
-def g_statistic(counts: np.ndarray, law: np.ndarray) -> float:
-    """Compute G = 2 sum observed * ln(observed / expected). counts, law: [rows, cells]."""
-    expected = counts.sum(1, keepdims=True) * law
-    seen = counts > 0
-    return 2 * float((counts[seen] * np.log(counts[seen] / expected[seen])).sum())
+def g_statistic(counts: np.ndarray, law: np.ndarray) -> np.ndarray:
+    """Compute G = 2 sum observed * ln(observed / expected); [..., rows, cells] counts, [rows, cells] law."""
+    expected = np.maximum(counts.sum(-1, keepdims=True) * law, 1e-300)
+    return 2 * (counts * np.log(np.maximum(counts, 1) / expected)).sum((-2, -1))
 
 
 class Law:
@@ -82,9 +81,7 @@ class Law:
             counts = np.bincount(cell, minlength=row.size).reshape(-1, self.vocab)
             law, size = row.reshape(-1, self.vocab), counts.sum(1)
             statistics.append(g_statistic(counts, law))
-            simulated.append(
-                np.array([g_statistic(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)])
-            )
+            simulated.append(g_statistic(rng.multinomial(size, law, (SIMULATIONS, len(law))), law))
             number = number * self.vocab + tokens[:, i]
         pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
         return [normal_score(value, null.mean(), null.var()) for value, null in pairs]
