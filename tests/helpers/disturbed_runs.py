@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     """What was reported of that kind, in order."""
     lines = (directory / "out" / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def wait_for(process: subprocess.Popen[str], directory: Path, kind: str, *, lines: int) -> None:
+    """Wait until a run has reported an event of that kind, and its metrics have so many lines."""
+    metrics, until = directory / "out" / "metrics.jsonl", time.monotonic() + 180
+    while not events(directory, kind) or metrics.read_text().count("\n") < lines:
+        assert process.poll() is None and time.monotonic() < until, f"no {kind}, or no {lines} lines"
+        time.sleep(0.1)
 
 
 def check_the_end(directory: Path) -> None:
