@@ -1,17 +1,21 @@
 """A real SGLang server decodes what the embedded engine and the trainer compute, and keeps the contract."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
 from rlpipe.certify.statistics import normal_quantile
+from rlpipe.cli.certify import main as certify
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.types import FinishReason
+from tests.helpers.certified import address
 from tests.helpers.cli import ROOT
+from tests.helpers.documents import commands
 from tests.helpers.engines import generate, request, running_engine, transformers_logits, worst_logprob_error
 from tests.helpers.sglang import GAMMA, only_mtp
 from tests.helpers.trainers import trainer_logprobs
@@ -235,6 +239,23 @@ def test_greedy_and_sampled_requests_share_a_batch(sglang):
     alone = generate(sglang, request("alone", [5, 6, 7], max_new_tokens=12, temperature=0))[0]
     assert all(r.output_ids.tolist() == alone.output_ids.tolist() for r in results[::2])
     assert len({tuple(r.output_ids.tolist()) for r in results[1::2]}) > 1
+
+
+def test_the_page_on_certificates_is_followed_to_the_letter(sglang, tmp_path, monkeypatch):
+    """Only the address is this server's; its key is where the page says.
+
+    A right server fails one certificate in a hundred (alpha), and two in a row one time in ten thousand.
+    """
+    url, key = address(sglang)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    for command in commands(ROOT / "docs" / "certify.md"):
+        assert command.words[:2] == ("rlpipe", "certify")
+        words = [url if word.startswith("http://") else word for word in command.words[2:]]
+        assert any(certify([*words, "--json", "certificate.json"]) == 0 for _ in range(2))
+    assert "no fault found" in (tmp_path / "certificate.html").read_text()
+    lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
+    assert all(line["passed"] for line in lines)  # each was judged
 
 
 def test_requests_the_server_would_die_of_are_refused_before_it_sees_them(sglang):

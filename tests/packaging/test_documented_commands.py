@@ -68,7 +68,7 @@ NOT_RUN = {
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
     "rlpipe fetch smollm2": "needs the package index; test_real_model runs it",
-    "rlpipe certify": "needs a server; test_certify_servers certifies one",
+    "rlpipe certify": "needs a server; test_sglang_engine runs the page on its own",
     "rlpipe draft-vocab": "takes a model and a run; test_draft_vocab_command runs it",
     "python -m recipes.smollm_adapt.*": "minutes; test_smollm_studies, test_linear_drafts play their figures",
     "python -m recipes.smollm_rl.seeds": "half an hour; test_real_model runs two steps",
