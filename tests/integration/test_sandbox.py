@@ -5,13 +5,16 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 
+import psutil
 import pytest
 
 from rlpipe.config.env import SandboxBackend, SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import bubblewrap, check_sandbox, make_tree_runner
 from rlpipe.envs.sandbox.base import Limit
+from rlpipe.envs.sandbox.descendants import descendants
 from rlpipe.envs.sandbox.tree import EmptyDirectory, File, Link, tree_of
 
 pytestmark = pytest.mark.integration
@@ -91,6 +94,24 @@ def test_a_command_over_its_time_is_ended_and_says_what_it_wrote(runner):
     result, tree = runner.run(TREE, "echo before; touch made; sleep 1000; echo after", timeout_s=5)
     assert (result.output, result.exceeded) == ("before\n", Limit.TIME)
     assert "made" in tree
+
+
+def test_every_process_below_one_is_found_those_that_threads_start_too():
+    program = (
+        "import subprocess as s, threading as t; t.Thread(target=lambda: s.run(['sh', '-c', {!r}])).start()"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program.format("sleep 60 & sleep 60 & echo up; wait")], stdout=subprocess.PIPE
+    )
+    with started:
+        try:
+            assert started.stdout.readline() == b"up\n"
+            below = psutil.Process(started.pid).children(recursive=True)
+            assert len(below) == 3
+            assert set(descendants(started.pid, max_age_s=0)) == {process.pid for process in below}
+        finally:
+            for process in (*below, started):
+                process.kill()
 
 
 def test_output_beyond_the_bound_is_cut_and_the_command_ended():

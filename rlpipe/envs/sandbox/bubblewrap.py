@@ -17,9 +17,10 @@ Owns the containment of one command on this machine, with a fresh directory and 
 
 If the machine allows control groups (`cgroup`), one of them bounds memory, processes and CPU of everything
 that belongs to a command, including pipes, page tables and socket buffers, even in a burst. Otherwise the
-watch bounds the sum of memory. It looks ten times a second, so a burst may exceed the limit for that long,
-and it does not see socket buffers (at most processes x open files x 208 KiB); RLIMIT_AS and RLIMIT_FSIZE act
-at once. The OOM killer is set to choose these processes first.
+watch bounds the sum of memory. It looks ten times a second and sees a process one look after its start at the
+latest, so a burst may exceed the limit for that long. It does not see socket buffers (at most processes x
+open files x 208 KiB). RLIMIT_AS and RLIMIT_FSIZE act at once. The OOM killer is set to choose these processes
+first.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment, BubblewrapEnvironmentConfig
 
 from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.base import CommandResult, Limit
+from rlpipe.envs.sandbox.descendants import descendants
 from rlpipe.envs.sandbox.process import FILTER_FD, GATE_FD, STATUS_FD, TICK_S, Ended, run_bounded
 from rlpipe.envs.sandbox.seccomp import program
 from rlpipe.envs.sandbox.sweep import NOBODY, prefix
@@ -147,7 +148,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
                 env={},
                 filter_program=program(),
                 admit=lambda status: _admit(status, group),
-                watch=lambda pid: Limit.TIME if stop() else self._watch(pid, group),
+                watch=lambda pid: Limit.TIME if stop() else self._watch(pid, group, tick_s),
                 end=_end,
                 pass_fds=pass_fds,
                 tick_s=tick_s,
@@ -216,12 +217,11 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         if self.working_dir.exists():
             remove_tree(self.working_dir)
 
-    def _watch(self, pid: int, group: cgroup.Group | None) -> Limit | None:
+    def _watch(self, pid: int, group: cgroup.Group | None, tick_s: float) -> Limit | None:
         used, deleted = 0, {}
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
-            for process in psutil.Process(pid).children(recursive=True):
-                used += _memory(process.pid)
-                deleted |= _deleted_files(process.pid)
+        for process in descendants(pid, max_age_s=tick_s):
+            used += _memory(process)
+            deleted |= _deleted_files(process)
 
         # A control group counts memory exactly; without one the sum over the processes must do.
         if group is not None and "memory" in group.controllers:
