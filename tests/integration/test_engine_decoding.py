@@ -172,6 +172,25 @@ def test_a_conversation_prefills_only_what_is_new(checkpoint, reference, mode):
         assert processed == 3 * (4 if mode == "none" else 5)
 
 
+@pytest.mark.parametrize("sessions", ["ab-c", "-acb"])
+@pytest.mark.parametrize("mode", MODES)
+def test_conversations_of_one_prompt_join_in_one_round(checkpoint, reference, mode, sessions):
+    """The prompt's start is cached for a and b; c, and one without a session, copy the keys of another."""
+    prompt = _prompts(2)[1]
+    with driven_engine(checkpoint, mode) as driven:
+        driven.generate(*(request(name, prompt[:5], session=name, max_new_tokens=3) for name in "ab"))
+        turns = [
+            request(i, prompt, session=name.strip("-") or None, max_new_tokens=12)
+            for i, name in enumerate(sessions)
+        ]
+        driven.submit(*turns)
+        driven.round()
+        assert driven.running == len(turns)
+        driven.run()
+    results = [driven.results[turn.request_id] for turn in turns]
+    assert max(worst_logprob_error(reference, prompt, result) for result in results) < TOLERANCE
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_conversation_that_changes_its_past_is_recomputed_from_there(checkpoint, reference, mode):
     prompt = _prompts(2)[1]

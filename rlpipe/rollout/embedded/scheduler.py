@@ -145,10 +145,11 @@ class Scheduler:
         # Requests of similar lengths are neighbours, so that their prompts are padded little.
         leaders.sort(key=lambda item: item[0])
 
-        # Copies come after all rows that are processed; `Decoder.step` expects this order.
+        # Copies come after all rows that are processed; `Decoder.step` expects this order. Of several leaders
+        # with one prompt they copy the first.
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
-            for job in followers[leader.request.prompt_ids.tobytes()]:
+            for job in followers.pop(leader.request.prompt_ids.tobytes(), ()):
                 self._seat(job)
                 copies.append(row)
 
@@ -170,16 +171,14 @@ class Scheduler:
             cached, key = self._table.cached(job.request.session_id), prompt.tobytes()
             if key in followers and cached is None:
                 followers[key].append(job)
-            elif key in followers:
-                # A conversation with cached keys waits for the next round: a copy would overwrite them.
-                break
             else:
+                # A conversation with cached keys copies none, whoever else has its prompt.
                 size = len(prompt) - self._start(cached, prompt)
                 if leaders and size > budget:
                     break
                 budget -= size
                 leaders.append((size, job))
-                followers[key] = []
+                followers.setdefault(key, [])
 
             self._waiting.popleft()
             room -= 1
