@@ -8,7 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -67,6 +67,42 @@ def rounded_over_seeds(values: Iterable[SupportsFloat]) -> list[float]:
     """Return mean, low and high end of `over_seeds`, to four decimals as studies write them."""
     one = over_seeds([float(value) for value in values])
     return [round(x, 4) for x in (one.value, one.interval.low, one.interval.high)]
+
+
+def as_text(estimate: Sequence[float] | None) -> str:
+    """Format a mean with the ends of its interval; a dash for None."""
+    return "–" if estimate is None else "{:+.3f} [{:+.3f}, {:+.3f}]".format(*estimate)
+
+
+def seeds_to_decide(values: Sequence[float], most: int = 200) -> int | None:
+    """Return how many seeds of this mean and spread have an interval without 0; None above `most`.
+
+    >>> seeds_to_decide([1.0, 2.0, 3.0])
+    4
+    """
+    from rlpipe.metrics.statistics import Estimate
+
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    for count in range(2, most + 1):
+        one = Estimate(value=mean, se=deviation / count**0.5, df=count - 1)
+        if one.low > 0 or one.high < 0:
+            return count
+    return None
+
+
+def choose_rate(tried: Mapping[float, float]) -> dict[str, Any]:
+    """Return the learning rate with the largest value, and whether it is the smallest or largest tried."""
+    best = max(tried, key=tried.__getitem__)
+    sweep = {f"{lr:g}": round(value, 4) for lr, value in tried.items()}
+    return {"lr": best, "edge": best in (min(tried), max(tried)), "sweep": sweep}
+
+
+def kept(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what a JSON file holds; compute and write it where there is none, so that studies resume."""
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(compute()) + "\n")
+    return json.loads(file.read_text())
 
 
 def save(figure: Any, out: Path, fontsize: int) -> None:

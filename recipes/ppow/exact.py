@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.mtp_adapt.study import write_fresh_draft
-from recipes.runs import rounded_over_seeds
+from recipes.runs import as_text, choose_rate, kept, rounded_over_seeds
 
 EVEN = {"hard_start": 0.0, "hard_end": 0.0}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {  # objective and settings of windows
@@ -88,15 +88,15 @@ class Study:
 
     def cell(self, arm: str, lr: float, seed: int) -> dict[str, Any]:
         """Train an arm from the start and measure it, unless that was done."""
-        file = self.runs / "cells" / f"{arm.replace(', ', '_').replace(' ', '_')}_lr{lr:g}_seed{seed}.json"
-        if not file.is_file():
+        name = f"{arm.replace(', ', '_').replace(' ', '_')}_lr{lr:g}_seed{seed}.json"
+
+        def compute() -> dict[str, Any]:
             trained, steps = self.runs / "trained", self.args.steps
             trainer = self._trainer(self.start, ARMS[arm], lr, seed, steps)
             seconds = self._train(trainer, self.data, seed, steps=steps, out=trained)
-            found = self.measure(trained) | {"arm": arm, "lr": lr, "seed": seed, "seconds": seconds}
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(found) + "\n")
-        return json.loads(file.read_text())
+            return self.measure(trained) | {"arm": arm, "lr": lr, "seed": seed, "seconds": seconds}
+
+        return kept(self.runs / "cells" / name, compute)
 
     def measure(self, model: Path) -> dict[str, float]:
         """Expected accepted drafts per window, on the prompts of the sweep and on those of the result."""
@@ -146,13 +146,6 @@ class Study:
         return pack(trajectories, None, tokens, temperature=temperature)
 
 
-def best_rate(study: Study, arm: str) -> tuple[float, dict[str, float], bool]:
-    """The learning rate of an arm, what each gave, and whether the best is at the edge of those tried."""
-    tried = {lr: study.cell(arm, lr, SWEEP_SEED)["sweep"] for lr in study.args.lrs}
-    best = max(tried, key=tried.__getitem__)
-    return best, {f"{lr:g}": round(x, 4) for lr, x in tried.items()}, best in (min(tried), max(tried))
-
-
 def summary(cells: dict[str, list[dict[str, Any]]], start: float) -> dict[str, Any]:
     """Mean over seeds of each arm, its gain on the start, and paired differences, each with an interval."""
     table: dict[str, Any] = {}
@@ -182,16 +175,11 @@ def markdown(results: dict[str, Any]) -> str:
     for arm in sorted(rows, key=lambda arm: -rows[arm]["gain"][0]):
         row = rows[arm]
         mean = sum(row["by_seed"]) / len(row["by_seed"])
-        gaps = [_interval(row[name]) if name in row else "–" for name in names]
+        gaps = [as_text(row[name]) if name in row else "–" for name in names]
         lr = f"{results['lr'][arm]:g}" + (" (edge)" if results["edge"][arm] else "")
         lines.append(f"| {arm} | {lr} | {mean:.3f} | {' | '.join(gaps)} | {row['seconds']} |")
     lines.append(f"| start | | {results['start']:.3f} | {'| ' * len(names)}| |")
     return "\n".join(lines) + "\n"
-
-
-def _interval(found: Sequence[float]) -> str:
-    value, low, high = found
-    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def arguments() -> argparse.Namespace:
@@ -233,9 +221,10 @@ def main() -> None:
     }
     cells: dict[str, list[dict[str, Any]]] = {}
     for arm in args.arms:
-        lr, results["sweep"][arm], results["edge"][arm] = best_rate(study, arm)
-        results["lr"][arm] = lr
-        cells[arm] = [study.cell(arm, lr, seed) for seed in args.seeds]
+        rate = choose_rate({lr: study.cell(arm, lr, SWEEP_SEED)["sweep"] for lr in args.lrs})
+        for name, value in rate.items():
+            results[name][arm] = value
+        cells[arm] = [study.cell(arm, rate["lr"], seed) for seed in args.seeds]
         results["table"] = summary(cells, results["start"])
         results["settings"] = {k: str(v) if k == "runs" else v for k, v in vars(args).items() if k != "runs"}
         (study.runs / "results.json").write_text(json.dumps(results, indent=1) + "\n")

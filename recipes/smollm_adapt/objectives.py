@@ -9,11 +9,13 @@
 
 Hidden states of the frozen model are computed once, and the draft knows the most frequent tokens only; a last
 column holds the target's mass on all others, so every divergence is that over the full vocabulary up to a
-constant. The losses are `rlpipe.drafts.loss`. Measured on held-out answers, in and out of domain: the
-expected accepted drafts of a window of three, exact in the mean over the target's tokens, under rejection and
-target-only, and what Bebop's Fig. 10 and 11 show of a draft. Acceptance over the steps is that of texts that
-the arm has not seen yet (Fig. 4). A finished cell is not repeated. The unit of every interval is the seed
-(Student's, 95%, over differences of arms at equal seeds). Writes results.json, table.md and the picture.
+constant. The losses are `rlpipe.drafts.loss`; that of `e2e_chain` has in the mean the exact gradient of the
+accepted drafts, as `exact_window` has from windows that a draft generates. Measured on held-out answers, in
+and out of domain: the expected accepted drafts of a window of three, exact in the mean over the target's
+tokens, under rejection and target-only, and what Bebop's Fig. 10 and 11 show of a draft. Acceptance over the
+steps is that of texts that the arm has not seen yet (Fig. 4). A finished cell is not repeated. The unit of
+every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Writes results.json and
+the picture.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes import theory
-from recipes.runs import rounded_over_seeds
+from recipes.runs import choose_rate, kept, rounded_over_seeds, seeds_to_decide
 from recipes.smollm_adapt.texts import Text, other_answers, read, shipped_answers
 from recipes.smollm_rl.make_layer import DEPTHS, Layer, choose_table, compute_states
 from rlpipe.config.paths import resolve_model
@@ -42,19 +45,20 @@ from rlpipe.drafts.loss.stats import BY_DEPTH
 from rlpipe.drafts.vocabulary import OUTSIDE
 from rlpipe.models.checkpoint import MTP_PREFIX
 
-ARMS = ("hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "e2e_chain", "lk", "tv_top")
+ARMS = ("kl", "e2e_tv", "hard_ce", "tv", "e2e_chain", "reverse_kl", "lk")
 BASELINES = ("kl", "e2e_tv")
 START_SEED, SWEEP_SEED = 1001, 1000
 FITTED = 60  # sequences of the closed form
+RESULT = ("in domain", "out of domain")
 
 
 class Drafts:
     """The layer, the part of the head that it multiplies, and losses of some texts."""
 
     def __init__(self, model: Any, table: Tensor, weights: dict[str, Tensor]) -> None:
-        self._layer, self._table = Layer(model, weights), table
+        self.layer, self._table = Layer(model, weights), table
         self._head = model.get_output_embeddings().weight.detach()
-        self.weights = self._layer.weights
+        self.weights = self.layer.weights
         self._known = torch.full((len(self._head),), len(table))
         self._known[table] = torch.arange(len(table))
 
@@ -68,7 +72,7 @@ class Drafts:
         mask = depth_targets(ids, sampled, DEPTHS).mask.view(*ids.shape, DEPTHS)
         anchors = mask.any(-1)
         rows = self._head[self._table]
-        for depth, state in enumerate(self._layer.unroll(hidden.float(), ids), 1):
+        for depth, state in enumerate(self.layer.unroll(hidden.float(), ids), 1):
             logits = F.linear(state[anchors].bfloat16(), rows).float()
             rest = logits.detach().logsumexp(-1, keepdim=True) + OUTSIDE
             found["draft"].append(torch.cat((logits, rest), -1))
@@ -88,7 +92,10 @@ class Drafts:
 
     @torch.no_grad()
     def measure(self, texts: Sequence[Text]) -> dict[str, float]:
-        """Compute accepted drafts of a window, and means over first drafts of what statistics there are."""
+        """Compute accepted drafts of a window, acceptance by depth, and means over first drafts of the rest.
+
+        "depth K" is the share of drafts of depth K that rejection accepts, of those that it reaches.
+        """
         sums, windows = [], []
         for start in range(0, len(texts), 4):
             rows = self.rows(texts[start : start + 4])
@@ -104,112 +111,111 @@ class Drafts:
             top = torch.where(tokens == best, 0.0, -torch.inf)[..., 0]
             target_only = log_p.gather(-1, best)[..., 0].exp()
             both = [(q_x, alphas), (top, target_only)]
-            windows.append(torch.stack([theory.chain_reach_target(p_x, *pair).sum(-1) for pair in both], -1))
+            windows.append(torch.stack([theory.chain_reach_target(p_x, *pair) for pair in both], 1))
         stats = sum(sums[1:], sums[0])
         means = {name: (getattr(stats, name) / stats.count)[0].item() for name in BY_DEPTH if name != "top1"}
-        accepted = torch.cat(windows).mean(0).tolist()
-        return {"rejection": accepted[0], "target_only": accepted[1], **means}
+        reach = torch.cat(windows).mean(0)  # [rules, K]
+        rejection, target_only = reach.sum(-1).tolist()
+        depths = (reach[0] / torch.cat((torch.ones(1), reach[0, :-1]))).tolist()
+        by_depth = {f"depth {depth}": value for depth, value in enumerate(depths, 1)}
+        return {"rejection": rejection, "target_only": target_only, **by_depth, **means}
 
 
-def train(
-    drafts: Drafts, kind: str, texts: Sequence[Text], *, lr: float, seed: int, steps: int, batch: int
-) -> tuple[float, list[list[float]]]:
-    """Train by AdamW after three steps of warm-up.
-
-    Returns the processor seconds, and the acceptance [steps, K] of each step's texts before the update: while
-    no text has come twice, that of texts the draft has not seen.
-    """
-    started, rng, curve = time.process_time(), np.random.default_rng(seed), []
-    weights = list(drafts.weights.values())
-    optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+def batches(texts: Sequence[Text], *, seed: int, steps: int, batch: int) -> Iterator[list[Text]]:
+    """Yield the texts of each step: permutations of all, one after another."""
+    rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(len(texts)) for _ in range(steps * batch // len(texts) + 1)])
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 3)
+        yield [texts[i] for i in order[step * batch : (step + 1) * batch]]
+
+
+def train(drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: float) -> list[list[float]]:
+    """Train by AdamW after three steps of warm-up, on the texts of each step.
+
+    Returns the acceptance [steps, K] of each step's texts before the update: while no text has come twice,
+    that of texts the draft has not seen.
+    """
+    weights, curve = list(drafts.weights.values()), []
+    optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, texts in enumerate(steps, 1):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 3)
         optimizer.zero_grad()
-        loss, stats = drafts.loss(kind, [texts[i] for i in order[step * batch : (step + 1) * batch]])
+        loss, stats = drafts.loss(kind, texts)
         loss.backward()
         curve.append([round(x, 4) for x in (stats.alpha / stats.count).tolist()])
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-    return time.process_time() - started, curve
+    return curve
 
 
 class Study:
-    """Texts, the start and finished cells."""
+    """Texts, the start and finished cells. What all cells share is computed once and kept."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM
 
-        path = resolve_model("smollm2")
+        self._path = resolve_model("smollm2")
         with quiet():
-            self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-        self.args = args
+            self._model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.bfloat16).eval()
+        self.args, self._cells = args, args.out / "cells"
+        if not args.states.is_file():
+            args.states.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(self._prepare(), args.states)
+        self._table, self._start, texts, self.start = torch.load(args.states)
+        self._texts = {name: [Text(*one) for one in some] for name, some in texts.items()}
+
+    def _prepare(self) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Any]], dict[str, Any]]:
+        """Return the draft's table, the weights of the start, the texts and the start's figures."""
+        args, count = self.args, self.args.eval_texts
         training, held_out = shipped_answers(self._model.config.vocab_size)
         self._table = choose_table(training, args.table, self._model.config.vocab_size)
         ends = FITTED + args.warm_steps * args.batch
-        chosen = [
-            training[i] for i in np.random.default_rng(0).permutation(len(training))[: ends + args.texts]
-        ]
-        self._warm, self._training = (
-            read(self._model, part) for part in (chosen[FITTED:ends], chosen[ends:])
-        )
-        count = args.eval_texts
-        self._sets = {
-            "sweep": read(self._model, held_out[:count]),
-            "in domain": read(self._model, held_out[count : 2 * count]),
-            "out of domain": read(self._model, other_answers(path, count)),
+        order = np.random.default_rng(0).permutation(len(training))[: ends + args.texts]
+        chosen = [training[i] for i in order]
+        parts = {
+            "training": chosen[ends:],
+            "sweep": held_out[:count],
+            "in domain": held_out[count : 2 * count],
+            "out of domain": other_answers(self._path, count),
         }
-        self._cells = args.out / "cells"
-        self._cells.mkdir(parents=True, exist_ok=True)
-        self._start = self._make_start(chosen[:FITTED])
-        self.start = self._measure(self._drafts())
+        self._texts = {name: read(self._model, part) for name, part in parts.items()}
+        self._start = self._make_start(chosen[:FITTED], read(self._model, chosen[FITTED:ends]))
+        start = {name: self._drafts().measure(self._texts[name]) for name in RESULT}
+        return (
+            self._table,
+            self._start,
+            {name: [astuple(text) for text in some] for name, some in self._texts.items()},
+            start,
+        )
 
-    def _make_start(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+    def _make_start(self, fitted: Sequence[Any], warm: Sequence[Text]) -> dict[str, Tensor]:
         """Fit the closed form and warm it up by soft KL."""
-        _, states = compute_states(self._model, samples, set(range(len(samples))))
+        _, states = compute_states(self._model, fitted, set(range(len(fitted))))
         projection, _ = fit_input_proj(states, self._model.config.rms_norm_eps)
         drafts = Drafts(self._model, self._table, start_layer(self._model, projection, torch.float32))
-        if self.args.warm_steps:
-            settings = {
-                "lr": 1e-3,
-                "seed": START_SEED,
-                "steps": self.args.warm_steps,
-                "batch": self.args.batch,
-            }
-            train(drafts, "kl", self._warm, **settings)
+        if warm:
+            steps = batches(warm, seed=START_SEED, steps=self.args.warm_steps, batch=self.args.batch)
+            train(drafts, "kl", steps, lr=1e-3)
         return {MTP_PREFIX + name: w.detach().clone() for name, w in drafts.weights.items()}
 
     def _drafts(self) -> Drafts:
         return Drafts(self._model, self._table, self._start)
 
-    def _measure(self, drafts: Drafts) -> dict[str, dict[str, float]]:
-        return {name: drafts.measure(texts) for name, texts in self._sets.items()}
-
     def cell(self, arm: str, lr: float, seed: int) -> dict[str, Any]:
-        """Train and measure an arm, unless that was done."""
-        file = self._cells / f"{arm}_lr{lr:g}_seed{seed}.json"
-        if not file.is_file():
-            drafts, args = self._drafts(), self.args
-            seconds, curve = train(
-                drafts, arm, self._training, lr=lr, seed=seed, steps=args.steps, batch=args.batch
-            )
-            found = {
-                "arm": arm,
-                "lr": lr,
-                "seed": seed,
-                "seconds": round(seconds, 1),
-                "curve": curve,
-            } | self._measure(drafts)
-            file.write_text(json.dumps(found) + "\n")
-            print(f"{arm} lr {lr:g} seed {seed}: {found['in domain']['rejection']:.3f}", flush=True)
-        return json.loads(file.read_text())
+        """Train and measure an arm, unless that was done: in the sweep on the sweep's texts only."""
 
-    def best_rate(self, arm: str) -> dict[str, Any]:
-        """Choose the learning rate of an arm; edge: whether it is the smallest or largest of those tried."""
-        tried = {lr: self.cell(arm, lr, SWEEP_SEED)["sweep"]["rejection"] for lr in self.args.lrs}
-        best = max(tried, key=tried.__getitem__)
-        edge = best in (min(tried), max(tried))
-        return {"lr": best, "edge": edge, "sweep": {f"{lr:g}": round(x, 4) for lr, x in tried.items()}}
+        def compute() -> dict[str, Any]:
+            drafts, args, started = self._drafts(), self.args, time.process_time()
+            steps = batches(self._texts["training"], seed=seed, steps=args.steps, batch=args.batch)
+            found: dict[str, Any] = {"arm": arm, "lr": lr, "seed": seed}
+            found["curve"] = train(drafts, arm, steps, lr=lr)
+            found["seconds"] = round(time.process_time() - started, 1)
+            sets = ["sweep"] if seed == SWEEP_SEED else RESULT
+            found |= {name: drafts.measure(self._texts[name]) for name in sets}
+            print(f"{arm} lr {lr:g} seed {seed}: {found[sets[0]]['rejection']:.3f}", flush=True)
+            return found
+
+        return kept(self._cells / f"{arm}_lr{lr:g}_seed{seed}.json", compute)
 
 
 def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +223,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
     table: dict[str, Any] = {}
     for arm, found in cells.items():
         row: dict[str, Any] = {"seconds": round(sum(c["seconds"] for c in found) / len(found), 1)}
-        for held_out in ("in domain", "out of domain"):
+        for held_out in RESULT:
             for rule in ("rejection", "target_only"):
                 values = [c[held_out][rule] for c in found]
                 one = {
@@ -227,9 +233,9 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
                 for other in BASELINES:
                     if other in cells and other != arm:
                         theirs = [c[held_out][rule] for c in cells[other]]
-                        one[f"minus {other}"] = rounded_over_seeds(
-                            [a - b for a, b in zip(values, theirs, strict=True)]
-                        )
+                        gaps = [a - b for a, b in zip(values, theirs, strict=True)]
+                        one[f"minus {other}"] = rounded_over_seeds(gaps)
+                        one[f"seeds to decide, minus {other}"] = seeds_to_decide(gaps)
                 row[f"{held_out}, {rule}"] = one
             for name in ("alpha", "kl", "reverse_kl", "target_above", "draft_above"):
                 row[f"{held_out}, {name}"] = rounded_over_seeds([c[held_out][name] for c in found])
@@ -247,7 +253,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
 def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Correlate over all trained drafts what Bebop's Fig. 10 shows; drafts of an arm are not independent."""
     found = {}
-    for held_out in ("in domain", "out of domain"):
+    for held_out in RESULT:
         alpha, kl, reverse = (
             np.array([c[held_out][n] for c in cells]) for n in ("alpha", "kl", "reverse_kl")
         )
@@ -255,36 +261,6 @@ def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = {"entropy gap": gap, "KL(target||draft)": kl, "KL(draft||target)": reverse}
         found[held_out] = {n: round(float(np.corrcoef(x, alpha)[0, 1]), 3) for n, x in pairs.items()}
     return found | {"drafts": len(cells)}
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """Format the table, best in domain first."""
-    lines = [
-        "| arm | lr | accepted of 3 | minus kl | minus e2e_tv | out of domain | minus kl | target-only | s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    table = results["table"]
-    for arm in sorted(table, key=lambda a: -table[a]["in domain, rejection"]["mean"][0]):
-        row, chosen = table[arm], results["rates"][arm]
-        inside, outside = row["in domain, rejection"], row["out of domain, rejection"]
-        cells = [arm, f"{chosen['lr']:g}" + (" (edge)" if chosen["edge"] else ""), f"{inside['mean'][0]:.3f}"]
-        cells += [_interval(inside.get("minus kl")), _interval(inside.get("minus e2e_tv"))]
-        cells += [f"{outside['mean'][0]:.3f}", _interval(outside.get("minus kl"))]
-        cells += [f"{row['in domain, target_only']['mean'][0]:.3f}", f"{row['seconds']}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    start = results["start"]
-    cells = ["start", "", f"{start['in domain']['rejection']:.3f}", "", ""]
-    cells += [
-        f"{start['out of domain']['rejection']:.3f}",
-        "",
-        f"{start['in domain']['target_only']:.3f}",
-        "",
-    ]
-    return "\n".join([*lines, "| " + " | ".join(cells) + " |"]) + "\n"
-
-
-def _interval(found: Sequence[float] | None) -> str:
-    return "–" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
 
 
 def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
@@ -317,6 +293,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/objectives"))
+    parser.add_argument("--states", type=Path, default=Path("runs/smollm_objectives.pt"), help="kept here")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3])
@@ -330,25 +307,28 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing; write results.json, table.md and the picture after every arm."""
+    """Run what is missing; write the results after every arm, and the picture."""
     args = arguments()
     torch.set_num_threads(1)
     study = Study(args)
     results: dict[str, Any] = {
-        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "start": study.start,
         "rates": {},
     }
     cells: dict[str, list[dict[str, Any]]] = {}
     for arm in args.arms:
-        results["rates"][arm] = study.best_rate(arm)
+        tried = {lr: study.cell(arm, lr, SWEEP_SEED)["sweep"]["rejection"] for lr in args.lrs}
+        results["rates"][arm] = choose_rate(tried)
         cells[arm] = [study.cell(arm, results["rates"][arm]["lr"], seed) for seed in args.seeds]
         results["table"] = summary(cells, study.start)
         results["correlations"] = correlations([c for found in cells.values() for c in found])
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        (args.out / "table.md").write_text(markdown(results))
     draw(results, [args.out / "objectives.svg", args.out / "objectives.png"])
-    print(markdown(results), json.dumps(results["correlations"]))
+    for arm, row in results["table"].items():
+        print(arm, {name: one["gain"] for name, one in row.items() if name.endswith("rejection")})
+    print(results["correlations"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""Policies along RL runs of SmolLM2, with answers of their own, for the studies of drafts during RL.
+
+A run of `recipes.smollm_rl.seeds` keeps its last checkpoint only. The policies between are therefore points
+on the straight line from the weights before RL to those after it: part 0 is the released model, part 1 the
+end of the run. What drafts need of a policy is computed once and kept in a file: its head, answers to prompts
+of training, each prompt answered by a group, and answers to held-out prompts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recipes.smollm_adapt.texts import Text, read
+from recipes.smollm_rl.make_layer import DEPTHS
+from recipes.smollm_rl.tasks import TASKS
+from rlpipe.config.draft_vocab import read_draft_vocab
+from rlpipe.config.paths import resolve_model
+from rlpipe.config.spec import SpecConfig
+from rlpipe.convert.closed_form import Sample
+from rlpipe.convert.gguf import quiet
+from rlpipe.convert.samples import sample_model
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
+from rlpipe.rollout.chat import ChatFormat
+
+PROMPTS, GROUP = 4, 4  # of each task in training, and answers to each of them
+HELD_OUT = 6  # prompts of each task, once for the results and once for the choice of rates
+TURN = 64  # tokens of an answer at most, those of `sample_model`
+
+
+@dataclass(slots=True)
+class Policy:
+    """A policy as drafts see it.
+
+    head: [V, H] bfloat16, the embedding too. training, held_out, sweep: answers. rewards, prompts: of each
+    answer in training its score and the number of its prompt.
+    """
+
+    head: Tensor
+    training: list[Text]
+    rewards: list[float]
+    prompts: list[int]
+    held_out: list[Text]
+    sweep: list[Text]
+
+
+def write_between(before: Path, after: Path, part: float, out: Path) -> None:
+    """Write the checkpoint that lies a part of the way from one to another; float32 arithmetic."""
+    for file in after.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, out)
+    first, last = read_weights(before), read_weights(after)
+    moved = {
+        name: torch.lerp(weight.float(), last[name].float(), part).to(weight.dtype)
+        for name, weight in first.items()
+    }
+    save_file(moved, out / "model.safetensors", {"format": "pt"})
+
+
+def load_model(path: Path) -> Any:
+    """Load a checkpoint with transformers, in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+
+
+def answer(path: Path, *, held_out: bool, prompts: int, group: int, seed: int) -> list[dict[str, Any]]:
+    """Sample answers of a checkpoint to prompts of each task.
+
+    Returns those that are long enough to draft for: sample, reward, and the number of the prompt.
+    """
+    chat = ChatFormat.from_pretrained(path)
+    examples = [
+        (task, *example)
+        for task in TASKS.values()
+        for example in task.examples(prompts, held_out=held_out, seed=seed)
+    ]
+    texts = [text for _, text, _ in examples]
+    answers = []
+    samples = sample_model(path, tokens=TURN * group * len(texts), seed=1000 * seed, prompts=texts)
+    for number, sample in enumerate(samples):
+        task, _, data = examples[number % len(examples)]
+        if sample.sampled.sum() > DEPTHS + 1:
+            text = chat.decode(sample.ids[sample.sampled].tolist())
+            prompt = number % len(examples)
+            answers.append({"sample": sample, "reward": task.score(data, text), "prompt": prompt})
+    return answers
+
+
+def make_policy(path: Path, number: int) -> Policy:
+    """Let a checkpoint answer, and read its answers; number: which prompts of training."""
+    model = load_model(path)
+    training = answer(path, held_out=False, prompts=PROMPTS, group=GROUP, seed=number)
+    held_out = [answer(path, held_out=True, prompts=HELD_OUT, group=1, seed=seed) for seed in (0, 1)]
+
+    def texts(answers: list[dict[str, Any]]) -> list[Text]:
+        return read(model, [one["sample"] for one in answers])
+
+    return Policy(
+        model.get_output_embeddings().weight.detach().clone(),
+        texts(training),
+        [one["reward"] for one in training],
+        [one["prompt"] for one in training],
+        *map(texts, held_out),
+    )
+
+
+class Policies:
+    """Policies of RL runs, made where they are not kept yet, and the draft that they start with.
+
+    runs: directories of finished runs. folder: of the kept files.
+    """
+
+    def __init__(self, runs: list[Path], folder: Path) -> None:
+        self.runs, self._folder = runs, folder
+        self._before = resolve_model("smollm2")
+        self.model = load_model(self._before)
+        names = read_weights(self._before).items()
+        self.start = {name: weight for name, weight in names if name.startswith(MTP_PREFIX)}
+        vocabulary = self.model.config.vocab_size
+        table = read_draft_vocab(SpecConfig(draft_vocab="checkpoint"), self._before, vocabulary)
+        self.table = torch.tensor(table)
+
+    def get(self, run: int, part: float) -> Policy:
+        """Return the policy a part of the way along a run; part 0 is the same for all runs."""
+        name = "before" if part == 0 else f"{self.runs[run].name}_{part:.2f}"
+        file = self._folder / f"{name}.pt"
+        if not file.is_file():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory() as temporary:
+                checkpoint = self.checkpoint(run, part, Path(temporary))
+                policy = make_policy(checkpoint, round(1000 * part) + run)
+            torch.save(astuple(policy), file)
+            print(f"{name}: {len(policy.training)} answers, reward {sum(policy.rewards):.0f}", flush=True)
+        head, training, rewards, prompts, *held_out = torch.load(file)
+        sets = [[Text(*one) for one in some] for some in (training, *held_out)]
+        return Policy(head, sets[0], rewards, prompts, sets[1], sets[2])
+
+    def checkpoint(self, run: int, part: float, out: Path) -> Path:
+        """Write the checkpoint of a policy into a folder and return it; that of part 0 is there already."""
+        if part == 0:
+            return self._before
+        after = sorted((self.runs[run] / "checkpoints").glob("step_*/hf"))[-1]
+        write_between(self._before, after, part, out)
+        return out
+
+    def reread(self, run: int, part: float) -> list[Text]:
+        """Return the training answers of a policy as the run's last policy reads them: its hidden states."""
+        file = self._folder / f"{self.runs[run].name}_reads_{part:.2f}.pt"
+        if not file.is_file():
+            with TemporaryDirectory() as temporary:
+                last = load_model(self.checkpoint(run, 1.0, Path(temporary)))
+            samples = [Sample(ids=text.ids, sampled=text.sampled) for text in self.get(run, part).training]
+            torch.save([astuple(text) for text in read(last, samples)], file)
+        return [Text(*one) for one in torch.load(file)]
+
+    def enter(self, policy: Policy) -> None:
+        """Give the model the policy's head and embedding, in place: drafts that exist share them."""
+        with torch.no_grad():
+            self.model.get_input_embeddings().weight.copy_(policy.head)
+            self.model.get_output_embeddings().weight.copy_(policy.head)
