@@ -9,6 +9,7 @@ of training, each prompt answered by a group, and answers to held-out prompts.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from recipes.smollm_adapt.texts import Text, read
 from recipes.smollm_rl.make_layer import DEPTHS
-from recipes.smollm_rl.tasks import TASKS
+from recipes.smollm_rl.tasks import TASKS, Task
 from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.spec import SpecConfig
@@ -72,15 +73,17 @@ def load_model(path: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
 
-def answer(path: Path, *, held_out: bool, prompts: int, group: int, seed: int) -> list[dict[str, Any]]:
-    """Sample answers of a checkpoint to prompts of each task.
+def answer(
+    path: Path, tasks: Mapping[str, Task], *, held_out: bool, prompts: int, group: int, seed: int
+) -> list[dict[str, Any]]:
+    """Sample answers of a checkpoint to prompts of each task, `group` to each.
 
     Returns those that are long enough to draft for: sample, reward, and the number of the prompt.
     """
     chat = ChatFormat.from_pretrained(path)
     examples = [
         (task, *example)
-        for task in TASKS.values()
+        for task in tasks.values()
         for example in task.examples(prompts, held_out=held_out, seed=seed)
     ]
     texts = [text for _, text, _ in examples]
@@ -98,8 +101,8 @@ def answer(path: Path, *, held_out: bool, prompts: int, group: int, seed: int) -
 def make_policy(path: Path, number: int) -> Policy:
     """Let a checkpoint answer, and read its answers; number: which prompts of training."""
     model = load_model(path)
-    training = answer(path, held_out=False, prompts=PROMPTS, group=GROUP, seed=number)
-    held_out = [answer(path, held_out=True, prompts=HELD_OUT, group=1, seed=seed) for seed in (0, 1)]
+    training = answer(path, TASKS, held_out=False, prompts=PROMPTS, group=GROUP, seed=number)
+    held_out = [answer(path, TASKS, held_out=True, prompts=HELD_OUT, group=1, seed=seed) for seed in (0, 1)]
 
     def texts(answers: list[dict[str, Any]]) -> list[Text]:
         return read(model, [one["sample"] for one in answers])
@@ -121,12 +124,12 @@ class Policies:
 
     def __init__(self, runs: list[Path], folder: Path) -> None:
         self.runs, self._folder = runs, folder
-        self._before = resolve_model("smollm2")
-        self.model = load_model(self._before)
-        names = read_weights(self._before).items()
+        self.before = resolve_model("smollm2")
+        self.model = load_model(self.before)
+        names = read_weights(self.before).items()
         self.start = {name: weight for name, weight in names if name.startswith(MTP_PREFIX)}
         vocabulary = self.model.config.vocab_size
-        table = read_draft_vocab(SpecConfig(draft_vocab="checkpoint"), self._before, vocabulary)
+        table = read_draft_vocab(SpecConfig(draft_vocab="checkpoint"), self.before, vocabulary)
         self.table = torch.tensor(table)
 
     def get(self, run: int, part: float) -> Policy:
@@ -147,9 +150,9 @@ class Policies:
     def checkpoint(self, run: int, part: float, out: Path) -> Path:
         """Write the checkpoint of a policy into a folder and return it; that of part 0 is there already."""
         if part == 0:
-            return self._before
+            return self.before
         after = sorted((self.runs[run] / "checkpoints").glob("step_*/hf"))[-1]
-        write_between(self._before, after, part, out)
+        write_between(self.before, after, part, out)
         return out
 
     def reread(self, run: int, part: float) -> list[Text]:

@@ -43,7 +43,10 @@ DEPTHS, DRAWS, BINS, SEED = 3, 2000, 8, 0
 
 @torch.inference_mode()
 def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) -> dict[str, np.ndarray]:
-    """Compute entropies and acceptance at the anchors of a text that draft three tokens, [n] each."""
+    """Compute entropies and acceptance at the anchors of a text that draft three tokens, [n] each.
+
+    "RULE, reach" is [n, 3]: entry j is in the mean the chance that j drafts or more are accepted.
+    """
     mask = depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1)
     anchors = mask.nonzero().flatten()
     known = torch.full((len(head),), -1)
@@ -72,6 +75,11 @@ def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) 
     alphas, target_only, p_x, q_x, top = (torch.stack(x, -1) for x in (alphas, target_only, p_x, q_x, top))
     entropy = torch.stack([text.entropy[anchors + depth] for depth in range(1, DEPTHS + 1)], -1)
     largest = (F.linear(text.hidden[anchors + 1], head).float().amax(-1) - text.normaliser[anchors + 1]).exp()
+    reach = {
+        "rejection": theory.chain_reach_target(p_x, q_x, alphas),
+        "block": theory.block_reach_target(p_x, q_x),
+        "target-only": theory.chain_reach_target(p_x, top, target_only),
+    }
     columns = {
         "entropy": entropy[:, 0],
         "entropy, window": entropy.mean(-1),
@@ -79,9 +87,8 @@ def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) 
         "rejection": alphas[:, 0],
         "target-only": target_only[:, 0],
         "greedy": agree[0],
-        "rejection, window": theory.chain_reach_target(p_x, q_x, alphas).sum(-1),
-        "block, window": theory.block_reach_target(p_x, q_x).sum(-1),
-        "target-only, window": theory.chain_reach_target(p_x, top, target_only).sum(-1),
+        **{f"{rule}, window": values.sum(-1) for rule, values in reach.items()},
+        **{f"{rule}, reach": values for rule, values in reach.items()},
     }
     return {name: x.double().numpy() for name, x in columns.items()} | {"exponent": np.array(exponents)}
 
