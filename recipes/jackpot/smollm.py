@@ -150,12 +150,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/smollm_rl"), help="has seed_0, seed_1, ...")
-    parser.add_argument("--states", type=Path, default=Path("runs/smollm_policies"), help="kept here")
+    parser.add_argument("--kept", type=Path, default=Path("runs/smollm_policies"), help="of `replay`")
     parser.add_argument("--out", type=Path, default=Path("recipes/jackpot"))
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    policies = Policies(sorted(args.runs.glob("seed_*")), args.states)
+    policies = Policies(sorted(args.runs.glob("seed_*")), args.kept)
     runs = range(len(policies.runs))
     table = summary({age: [of_run(policies, run, age) for run in runs] for age in AGES})
     args.out.mkdir(parents=True, exist_ok=True)

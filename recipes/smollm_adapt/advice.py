@@ -1,6 +1,6 @@
 """How much speed is lost by choosing rule and gamma from a few answers, of the domain itself or of another?
 
-    python -m recipes.smollm_adapt.advice [--texts 16] [--out recipes/smollm_adapt/advice.json]
+    python -m recipes.smollm_adapt.advice [--texts 16] [--out recipes/smollm_adapt/results/advice.json]
 
 Four domains are tasks of `recipes.smollm_rl`, four are kinds of prompts that the shipped layer never saw
 (maths, code, translation, HTML). In each, the model answers held-out prompts at temperature 1, and the
@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/advice.json"))
+    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/results/advice.json"))
     parser.add_argument("--texts", type=int, default=16, help="answers of each domain (%(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)

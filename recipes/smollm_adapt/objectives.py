@@ -1,6 +1,6 @@
 """Objectives of a draft from one start on SmolLM2: equal steps, a learning rate for each arm, seeds as unit.
 
-    python -m recipes.smollm_adapt.objectives [--out recipes/smollm_adapt/objectives] [--arms hard_ce kl ...]
+    python -m recipes.smollm_adapt.objectives [--out recipes/smollm_adapt/results] [--arms hard_ce kl ...]
 
 1 start   the layer in closed form, and some steps of soft KL on texts of their own: the start of every arm
 2 sweep   each arm at each learning rate with a seed of its own; the best on held-out answers that are not
@@ -14,8 +14,8 @@ accepted drafts, as `exact_window` has from windows that a draft generates. Meas
 and out of domain: the expected accepted drafts of a window of three, exact in the mean over the target's
 tokens, under rejection and target-only, and what Bebop's Fig. 10 and 11 show of a draft. Acceptance over the
 steps is that of texts that the arm has not seen yet (Fig. 4). A finished cell is not repeated. The unit of
-every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Writes results.json and
-the picture.
+every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Writes objectives.json
+and the picture.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ class Study:
         self._path = resolve_model("smollm2")
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.bfloat16).eval()
-        self.args, self._cells = args, args.out / "cells"
-        if not args.states.is_file():
-            args.states.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(self._prepare(), args.states)
-        self._table, self._start, texts, self.start = torch.load(args.states)
+        self.args, states = args, args.kept / "states.pt"
+        if not states.is_file():
+            args.kept.mkdir(parents=True, exist_ok=True)
+            torch.save(self._prepare(), states)
+        self._table, self._start, texts, self.start = torch.load(states)
         self._texts = {name: [Text(*one) for one in some] for name, some in texts.items()}
 
     def _prepare(self) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Any]], dict[str, Any]]:
@@ -215,7 +215,7 @@ class Study:
             print(f"{arm} lr {lr:g} seed {seed}: {found[sets[0]]['rejection']:.3f}", flush=True)
             return found
 
-        return kept(self._cells / f"{arm}_lr{lr:g}_seed{seed}.json", compute)
+        return kept(self.args.kept / f"{arm}_lr{lr:g}_seed{seed}.json", compute)
 
 
 def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"drafts": len(cells)}
 
 
-def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
+def draw(results: dict[str, Any], file: Path) -> None:
     """Draw the gain of each arm on the start, with its interval, in and out of domain."""
     from matplotlib.figure import Figure
 
@@ -283,8 +283,7 @@ def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(b=False)
-    for file in files:
-        figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def arguments() -> argparse.Namespace:
@@ -292,8 +291,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/objectives"))
-    parser.add_argument("--states", type=Path, default=Path("runs/smollm_objectives.pt"), help="kept here")
+    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/results"))
+    parser.add_argument("--kept", type=Path, default=Path("runs/smollm_objectives"), help="texts and cells")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3])
@@ -324,8 +323,8 @@ def main() -> None:
         results["table"] = summary(cells, study.start)
         results["correlations"] = correlations([c for found in cells.values() for c in found])
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, [args.out / "objectives.svg", args.out / "objectives.png"])
+        (args.out / "objectives.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, args.out / "objectives.svg")
     for arm, row in results["table"].items():
         print(arm, {name: one["gain"] for name, one in row.items() if name.endswith("rejection")})
     print(results["correlations"])

@@ -1,7 +1,7 @@
 """Which answers should a draft be trained on after RL: all, rewarded, undecided prompts, or old ones?
 
     python -m recipes.smollm_adapt.replay
-    python -m recipes.smollm_adapt.pools [--runs runs/smollm_rl] [--out recipes/smollm_adapt/pools]
+    python -m recipes.smollm_adapt.pools [--runs runs/smollm_rl] [--out recipes/smollm_adapt/results]
 
 The draft is the shipped layer, trained for the model before RL; the target is the policy at the end of a run
 of smollm_rl. Every arm takes equal steps on equally many answers, which differ in where they come from:
@@ -15,14 +15,13 @@ of smollm_rl. Every arm takes equal steps on equally many answers, which differ 
 The objective is end-to-end TV, for the first and the last pool also hard CE, whose teacher is the text. Rates
 are those that `replay` chose. Measured on the target's answers to held-out prompts, as in `replay`. The last
 column compares with `replay`'s draft that was trained along the way, in as many steps of the same size. The
-unit of every interval is the RL run (Student's, 95%, paired). Writes results.json and the picture.
+unit of every interval is the RL run (Student's, 95%, paired). Writes pools.json and the picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], online: dict[str, list[float
     return table
 
 
-def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
+def draw(results: dict[str, Any], file: Path) -> None:
     """Draw each arm's gain on the frozen draft, with its interval."""
     from matplotlib.figure import Figure
 
@@ -106,8 +105,7 @@ def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(b=False)
-    for file in files:
-        figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def main() -> None:
@@ -115,17 +113,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    here = Path("recipes/smollm_adapt")
+    results = Path("recipes/smollm_adapt/results")
     parser.add_argument("--runs", type=Path, default=Path("runs/smollm_rl"), help="has seed_0, seed_1, ...")
-    parser.add_argument("--out", type=Path, default=here / "pools")
-    parser.add_argument("--replay", type=Path, default=here / "replay/results.json", help="of `replay`")
-    parser.add_argument("--states", type=Path, default=Path("runs/smollm_policies"), help="kept here")
+    parser.add_argument("--out", type=Path, default=results)
+    parser.add_argument("--replay", type=Path, default=results / "replay.json", help="of `replay`")
+    parser.add_argument("--kept", type=Path, default=Path("runs/smollm_policies"), help="policies, cells")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch", type=int, default=8, help="texts of a step")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    policies = Policies(sorted(args.runs.glob("seed_*")), args.states)
+    policies = Policies(sorted(args.runs.glob("seed_*")), args.kept)
     replay = json.loads(args.replay.read_text())
     rates = {objective: replay["rates"][arm]["lr"] for objective, arm in ONLINE.items()}
 
@@ -144,17 +142,17 @@ def main() -> None:
         cells[arm] = []
         for run in range(len(policies.runs)):
             name = f"{arm.replace(', ', '_').replace(' ', '_')}_run{run}.json"
-            cells[arm].append(kept(args.out / "cells" / name, lambda a=arm, r=run: compute(a, r)))
+            cells[arm].append(kept(args.kept / "pools" / name, lambda a=arm, r=run: compute(a, r)))
             print(f"{arm}, run {run}: {cells[arm][-1]['rejection']:.3f}", flush=True)
 
     online = {objective: replay["ends"][arm] for objective, arm in ONLINE.items()}
-    results = {
+    summed = {
         "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "rates": rates,
         "table": summary(cells, online),
     }
-    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, [args.out / "pools.svg", args.out / "pools.png"])
+    (args.out / "pools.json").write_text(json.dumps(summed, indent=1) + "\n")
+    draw(summed, args.out / "pools.svg")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A draft along RL runs of SmolLM2: frozen, or trained as the policy changes (Bebop Fig. 2, 9a and 11).
 
     python -m recipes.smollm_rl.seeds --runs runs/smollm_rl
-    python -m recipes.smollm_adapt.replay [--runs runs/smollm_rl] [--out recipes/smollm_adapt/replay]
+    python -m recipes.smollm_adapt.replay [--runs runs/smollm_rl] [--out recipes/smollm_adapt/results]
 
 Each run of smollm_rl gives four policies, a third of the way apart on the straight line between the weights
 before and after RL (`policies`); entropy falls along it. The draft is the shipped layer, which was trained by
@@ -17,7 +17,7 @@ before RL, times the change of entropy; the remainder is mismatch (Bebop Eq. 16)
 
 An arm's learning rate is the best for the first run, on held-out answers that are not those of the result.
 The unit of every interval is the RL run (Student's, 95%, paired). A finished cell is not repeated. Writes
-results.json and the picture.
+replay.json and the picture.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def summary(cells: dict[str, list[list[dict[str, float]]]]) -> dict[str, Any]:
     return table
 
 
-def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
+def draw(results: dict[str, Any], file: Path) -> None:
     """Draw accepted drafts under both rules, and entropies of target and drafts, along the runs."""
     from matplotlib.figure import Figure
 
@@ -133,8 +133,7 @@ def draw(results: dict[str, Any], files: Sequence[Path]) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(b=False)
     figure.axes[-1].legend(fontsize=8, frameon=False)
-    for file in files:
-        figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def main() -> None:
@@ -143,15 +142,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/smollm_rl"), help="has seed_0, seed_1, ...")
-    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/replay"))
-    parser.add_argument("--states", type=Path, default=Path("runs/smollm_policies"), help="kept here")
+    parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/results"))
+    parser.add_argument("--kept", type=Path, default=Path("runs/smollm_policies"), help="policies, cells")
     parser.add_argument("--lrs", nargs="+", type=float, default=[1e-4, 3e-4, 1e-3])
     parser.add_argument("--steps", type=int, default=8, help="of a draft at each policy")
     parser.add_argument("--batch", type=int, default=8, help="texts of a step")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    policies = Policies(sorted(args.runs.glob("seed_*")), args.states)
+    args.out.mkdir(parents=True, exist_ok=True)
+    policies = Policies(sorted(args.runs.glob("seed_*")), args.kept)
     lines = [[policies.get(run, part) for part in PARTS] for run in range(len(policies.runs))]
     results: dict[str, Any] = {
         "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
@@ -167,7 +167,7 @@ def main() -> None:
         def compute() -> dict[str, Any]:
             return {"points": walk(policies, lines[run], ARMS[arm], lr=lr, seed=seed, args=args)}
 
-        points = kept(args.out / "cells" / name, compute)["points"]
+        points = kept(args.kept / "replay" / name, compute)["points"]
         print(f"{name}: {points[-1]['rejection']:.3f}", flush=True)
         return points
 
@@ -181,15 +181,15 @@ def main() -> None:
         cells[arm] = [cell(arm, run, lr=lr, seed=run) for run in range(len(lines))]
         results["ends"][arm] = [round(run[-1]["rejection"], 4) for run in cells[arm]]
         results["table"] = summary(cells)
-        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (args.out / "replay.json").write_text(json.dumps(results, indent=1) + "\n")
 
     by_run = [split(policies, line) for line in lines]
     results["split"] = {
         rule: {part: rounded_over_seeds([run[rule][part] for run in by_run]) for part in by_run[0][rule]}
         for rule in by_run[0]
     }
-    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, [args.out / "replay.svg", args.out / "replay.png"])
+    (args.out / "replay.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, args.out / "replay.svg")
     print(json.dumps(results["split"]))
 
 

@@ -1,0 +1,159 @@
+"""Tables of the studies on SmolLM2, computed from their results; `page.py` puts them into documents.
+
+A difference whose interval holds 0 is followed by the number of seeds or runs whose interval would not hold
+it, were mean and spread to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from answers import table
+
+NEVER = "more than 200"
+
+
+def difference(row: Mapping[str, Any], other: str, unit: str) -> str:
+    """Format a difference with its interval, and what would decide it; a dash where there is none."""
+    estimate: Sequence[float] | None = row.get(f"minus {other}")
+    if estimate is None:
+        return "–"
+    text = _ends(estimate)
+    if estimate[1] <= 0 <= estimate[2]:
+        text += f" ({row[f'seeds to decide, minus {other}'] or NEVER} {unit})"
+    return text
+
+
+def _ends(estimate: Sequence[float]) -> str:
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*estimate)
+
+
+def smollm_objectives(r: Any) -> str:
+    """Objectives from one start: accepted drafts of a window, and differences from soft KL and e2e TV."""
+    rows = []
+    by_result = sorted(r["table"].items(), key=lambda item: -item[1]["in domain, rejection"]["mean"][0])
+    for arm, row in by_result:
+        inside, outside = row["in domain, rejection"], row["out of domain, rejection"]
+        rate = r["rates"][arm]
+        rows.append(
+            [
+                arm,
+                f"{rate['lr']:g}" + (" (edge)" if rate["edge"] else ""),
+                f"{inside['mean'][0]:.3f}",
+                difference(inside, "kl", "seeds"),
+                difference(inside, "e2e_tv", "seeds"),
+                difference(outside, "kl", "seeds"),
+                difference(row["in domain, target_only"], "kl", "seeds"),
+            ]
+        )
+    head = ["objective", "rate", "accepted of 3", "minus kl", "minus e2e_tv", "out of domain, minus kl"]
+    start, settings = r["start"], r["settings"]
+    correlation = r["correlations"]["in domain"]
+    return (
+        f"{table([*head, 'target-only, minus kl'], rows)}\n\nThe start accepts "
+        f"{start['in domain']['rejection']:.3f} in domain and {start['out of domain']['rejection']:.3f} out "
+        f"of it. {len(settings['seeds'])} seeds, {settings['steps']} steps of {settings['batch']} answers, "
+        f"rates {', '.join(f'{lr:g}' for lr in settings['lrs'])}. Over all {r['correlations']['drafts']} "
+        "drafts, in domain, acceptance of the first draft correlates with the gap of entropies by "
+        f"{correlation['entropy gap']:+.2f}, with KL(target ‖ draft) by "
+        f"{correlation['KL(target||draft)']:+.2f}."
+    )
+
+
+def smollm_replay(r: Any) -> str:
+    """Drafts along RL runs: at the last policy, and the split of the frozen draft's change."""
+    rows = []
+    for arm, row in r["table"].items():
+        rejection, target_only = row["rejection"], row["target_only"]
+        rate = r["rates"].get(arm)
+        rows.append(
+            [
+                arm,
+                "–" if rate is None else f"{rate['lr']:g}" + (" (edge)" if rate["edge"] else ""),
+                f"{rejection['by policy'][0][0]:.3f} to {rejection['by policy'][-1][0]:.3f}",
+                difference(rejection, "frozen", "runs"),
+                difference(rejection, "online e2e TV", "runs"),
+                f"{target_only['by policy'][0][0]:.3f} to {target_only['by policy'][-1][0]:.3f}",
+                difference(target_only, "frozen", "runs"),
+            ]
+        )
+    head = ["draft", "rate", "rejection, of 3", "minus frozen", "minus online e2e TV", "target-only, of 3"]
+    entropy = [f"{point[0]:.2f}" for point in r["table"]["frozen"]["target_entropy"]["by policy"]]
+    split = [
+        [rule, *(_ends(parts[name]) for name in ("slope", "change", "entropy", "mismatch"))]
+        for rule, parts in r["split"].items()
+    ]
+    split_head = ["frozen, first draft", "per nat before RL", "change", "of it entropy", "mismatch"]
+    sweeps = [
+        f"{arm} " + ", ".join(f"{value:.3f} at {lr}" for lr, value in rate["sweep"].items())
+        for arm, rate in r["rates"].items()
+    ]
+    return (
+        f"{table([*head, 'minus frozen'], rows)}\n\n{table(split_head, split)}\n\n{r['runs']} RL runs; the "
+        f"policy's entropy at the four policies is {', '.join(entropy)} nats. Accepted at the end by rate, "
+        f"on the sweep's answers: {'; '.join(sweeps)}."
+    )
+
+
+def smollm_pools(r: Any) -> str:
+    """Which answers to train a draft on: accepted drafts against the frozen draft and other pools."""
+    rows = []
+    for arm, row in r["table"].items():
+        rejection = row["rejection"]
+        answers = row["answers"]
+        rows.append(
+            [
+                arm,
+                "–" if arm == "frozen" else f"{min(answers)} to {max(answers)}",
+                f"{rejection['mean'][0]:.3f}",
+                difference(rejection, "frozen", "runs"),
+                difference(rejection, "e2e TV, all", "runs"),
+                difference(rejection, "online", "runs"),
+            ]
+        )
+    head = ["trained on", "answers", "accepted of 3", "minus frozen", "minus e2e TV, all"]
+    settings = r["settings"]
+    return (
+        f"{table([*head, 'minus trained along the way'], rows)}\n\n{settings['steps']} steps of "
+        f"{settings['batch']} answers; rejection."
+    )
+
+
+def smollm_corrections(r: Any) -> str:
+    """What corrections leave of the distance between a stale policy and the last one, exactly."""
+    rows = []
+    for age, by_rule in r["by age"].items():
+        for name, row in by_rule.items():
+            if name == "kl":
+                continue
+            rows.append(
+                [
+                    f"{age} updates, KL {by_rule['kl'][0]:.3f}" if name == "none" else "",
+                    name,
+                    "{:.3f} [{:.3f}, {:.3f}]".format(*row["bias"]),
+                    "–" if name == "OBRS" else _ends(row["bias, minus OBRS"]),
+                    f"{row['share'][0]:.3f}",
+                    f"{row['masked'][0]:.3f}",
+                    f"{row['uneven'][0]:.3f}",
+                ]
+            )
+    head = ["age", "correction", "bias", "bias, minus OBRS", "share", "masked", "uneven"]
+    return f"{table(head, rows)}\n\n{r['runs']} RL runs, 95% over runs."
+
+
+def smollm_advice(r: Any) -> str:
+    """The share of speed lost by ways of choosing rule and gamma, by batch."""
+    ways = ("here", "elsewhere", "default", "never")
+    rows = []
+    for batch, row in r["batches"].items():
+        cells = [batch, *("{:.1%} [{:.1%}, {:.1%}]".format(*row[way]) for way in ways)]
+        best = [one["best speed"] for one in row["domains"].values()]
+        rows.append([*cells, f"{min(best):.2f} to {max(best):.2f}"])
+    head = ["batch", "measured here", "measured elsewhere", "rejection, gamma 3", "no drafts"]
+    counts = r["answers"].values()
+    return (
+        f"{table([*head, 'speed of the best'], rows)}\n\nShare of speed lost against the best of 3 rules and "
+        f"gamma 0 to 3; {len(r['answers'])} domains of {min(counts)} to {max(counts)} answers, 95% over "
+        "domains."
+    )
