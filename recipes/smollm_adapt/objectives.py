@@ -74,7 +74,7 @@ class Drafts:
         rows = self._head[self._table]
         for depth, state in enumerate(self.layer.unroll(hidden.float(), ids), 1):
             logits = F.linear(state[anchors].bfloat16(), rows).float()
-            rest = logits.detach().logsumexp(-1, keepdim=True) + OUTSIDE
+            rest = logits.logsumexp(-1, keepdim=True) + OUTSIDE  # differentiable, as in `spread`
             found["draft"].append(torch.cat((logits, rest), -1))
 
             with torch.no_grad():

@@ -10,6 +10,8 @@ import torch
 
 from recipes.smollm_adapt import objectives, rules
 from recipes.smollm_adapt.texts import Text
+from rlpipe.drafts.loss import mtp_loss
+from rlpipe.drafts.vocabulary import spread
 
 pytestmark = pytest.mark.unit
 
@@ -115,6 +117,29 @@ def test_losses_with_a_column_for_all_other_tokens_are_those_of_the_whole_vocabu
     assert stats.count.sum() == len(pairs) > 15
     alpha = sum(torch.minimum(case.log_p[t + k].exp(), case.q(k, t)).sum().item() for t, k in pairs)
     assert stats.alpha.sum().item() == pytest.approx(alpha, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["hard_ce", "kl", "reverse_kl", "tv", "lk", "e2e_chain"])
+def test_gradients_with_a_column_for_all_other_tokens_are_those_of_the_whole_vocabulary(kind):
+    """Towards the draft's states: a token that the draft does not know must not flatten the others."""
+    case = Case()
+    states = [state.clone().requires_grad_() for state in case.states]
+    case.layer.unroll = lambda hidden, ids: states
+    drafts(case).loss(kind, [case.text])[0].backward()
+    found = torch.stack([state.grad[0] for state in states])
+
+    grid = torch.stack(case.states).requires_grad_()
+    mask = torch.stack([case.text.sampled.roll(-k) for k in (1, 2, 3, 4)], -1).cumprod(-1)[:, 1:].bool()
+    for depth in (1, 2, 3):
+        mask[LENGTH - depth - 1 :, depth - 1] = False
+    depths = range(1, 4)
+    q = torch.stack([grid[k - 1, 0].bfloat16() @ case.head[TABLE].T for k in depths], 1).float()
+    p = torch.stack([case.log_p.roll(-k, 0) for k in depths], 1)
+    tokens = torch.stack([case.text.ids.roll(-k - 1) for k in depths], 1)
+    loss, _ = mtp_loss(kind, spread(q, TABLE, VOCAB), p, mask=mask, tokens=tokens)
+    (wanted,) = torch.autograd.grad(loss, grid)
+    assert torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.99
+    assert found.norm() == pytest.approx(wanted.norm(), rel=0.05)
 
 
 def test_measured_windows_are_those_of_the_rules():
