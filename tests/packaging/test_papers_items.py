@@ -21,6 +21,10 @@ def test_all_items_are_there_once_and_counted():
     counts = Counter(row[1] for row in ROWS.values())
     assert f"{counts['whole']} are whole, {counts['absent']} absent" in PAGE
 
+    # What was measured without a language model is counted where the states are.
+    worlds = sum("in worlds that are enumerated" in row[4] for row in ROWS.values() if row[1] == "whole")
+    assert f"{worlds} of the whole ones" in PAGE
+
     areas = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
     assert [sum(int(a[i]) for a in areas) for i in (0, 1)] == [counts["whole"], counts["absent"]]
 
