@@ -15,7 +15,8 @@ under rejection and target-only, exact in the mean over the target's tokens, and
 says how much of the frozen draft's change the fall of entropy explains: the slope over contexts within texts
 before RL, times the change of entropy; the remainder is mismatch (Bebop Eq. 16).
 
-An arm's learning rate is the best for the first run, on held-out answers that are not those of the result.
+An arm's learning rate is the best for the first run, on held-out answers that are not those of the result;
+hard CE is also trained at the rate of end-to-end TV.
 The unit of every interval is the RL run (Student's, 95%, paired). A finished cell is not repeated. Writes
 replay.json and the picture.
 """
@@ -38,7 +39,14 @@ from recipes.smollm_adapt.policies import Policies, Policy
 from recipes.smollm_adapt.texts import Text
 
 PARTS = (0.0, 1 / 3, 2 / 3, 1.0)
-ARMS = {"frozen": None, "online e2e TV": "e2e_tv", "online hard CE": "hard_ce", "online soft CE": "kl"}
+ARMS = {
+    "frozen": None,
+    "online e2e TV": "e2e_tv",
+    "online hard CE": "hard_ce",
+    "online hard CE, rate of e2e TV": "hard_ce",
+    "online soft CE": "kl",
+}
+RATE_OF = {"online hard CE, rate of e2e TV": "online e2e TV"}  # others choose their own
 BASELINES = ("frozen", "online e2e TV")
 SWEEP_SEED = 1000
 
@@ -122,7 +130,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     for axis, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for number, arm in enumerate(table):
             value, low, high = zip(*table[arm][name]["by policy"], strict=True)
-            where = 100 * np.array(PARTS) + number - 1.5
+            where = 100 * np.array(PARTS) + number - 2
             error = [np.subtract(value, low), np.subtract(high, value)]
             axis.errorbar(where, value, error, marker="o", ms=3, capsize=2, color=PALETTE[number], label=arm)
         if name == "draft_entropy":
@@ -161,11 +169,11 @@ def main() -> None:
         "ends": {},
     }
 
-    def cell(arm: str, run: int, *, lr: float, seed: int) -> list[dict[str, float]]:
-        name = f"{arm.replace(' ', '_')}_lr{lr:g}_run{run}_seed{seed}.json"
+    def cell(kind: str | None, run: int, *, lr: float, seed: int) -> list[dict[str, float]]:
+        name = f"{kind or 'frozen'}_lr{lr:g}_run{run}_seed{seed}.json"
 
         def compute() -> dict[str, Any]:
-            return {"points": walk(policies, lines[run], ARMS[arm], lr=lr, seed=seed, args=args)}
+            return {"points": walk(policies, lines[run], kind, lr=lr, seed=seed, args=args)}
 
         points = kept(args.kept / "replay" / name, compute)["points"]
         print(f"{name}: {points[-1]['rejection']:.3f}", flush=True)
@@ -174,11 +182,13 @@ def main() -> None:
     cells: dict[str, list[list[dict[str, float]]]] = {}
     for arm, kind in ARMS.items():
         lr = 0.0
-        if kind is not None:
-            tried = {lr: cell(arm, 0, lr=lr, seed=SWEEP_SEED)[-1]["rejection"] for lr in args.lrs}
+        if arm in RATE_OF:
+            lr = results["rates"][RATE_OF[arm]]["lr"]
+        elif kind is not None:
+            tried = {lr: cell(kind, 0, lr=lr, seed=SWEEP_SEED)[-1]["rejection"] for lr in args.lrs}
             results["rates"][arm] = choose_rate(tried)
             lr = results["rates"][arm]["lr"]
-        cells[arm] = [cell(arm, run, lr=lr, seed=run) for run in range(len(lines))]
+        cells[arm] = [cell(kind, run, lr=lr, seed=run) for run in range(len(lines))]
         results["ends"][arm] = [round(run[-1]["rejection"], 4) for run in cells[arm]]
         results["table"] = summary(cells)
         (args.out / "replay.json").write_text(json.dumps(results, indent=1) + "\n")
