@@ -139,7 +139,7 @@ def test_gradients_with_a_column_for_all_other_tokens_are_those_of_the_whole_voc
     loss, _ = mtp_loss(kind, spread(q, TABLE, VOCAB), p, mask=mask, tokens=tokens)
     (wanted,) = torch.autograd.grad(loss, grid)
     assert torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.99
-    assert found.norm() == pytest.approx(wanted.norm(), rel=0.05)
+    assert found.norm().item() == pytest.approx(wanted.norm().item(), rel=0.05)
 
 
 def test_measured_windows_are_those_of_the_rules():
