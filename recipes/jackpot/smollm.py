@@ -40,7 +40,7 @@ from recipes.smollm_adapt.policies import Policies
 from recipes.smollm_adapt.texts import Text
 from rlpipe.algo.obrs import acceptance, kl, reweight
 
-AGES = {13: 2 / 3, 27: 1 / 3, 40: 0.0}  # updates of the policy since, and the policy's part of the way
+AGES = {20: 0.5, 40: 0.0}  # updates of the policy since, and the policy's part of the way
 TIS, C1 = 2.0, 3.0  # bounds, the defaults of rlpipe
 
 

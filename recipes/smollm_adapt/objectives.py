@@ -38,7 +38,7 @@ from recipes.runs import choose_rate, kept, rounded_over_seeds, seeds_to_decide
 from recipes.smollm_adapt.texts import Text, other_answers, read, shipped_answers
 from recipes.smollm_rl.make_layer import DEPTHS, Layer, choose_table, compute_states
 from rlpipe.config.paths import resolve_model
-from rlpipe.convert.closed_form import fit_input_proj, start_layer
+from rlpipe.convert.closed_form import Sample, fit_input_proj, start_layer
 from rlpipe.convert.gguf import quiet
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.stats import BY_DEPTH
@@ -48,7 +48,6 @@ from rlpipe.models.checkpoint import MTP_PREFIX
 ARMS = ("kl", "e2e_tv", "hard_ce", "tv", "e2e_chain", "reverse_kl", "lk")
 BASELINES = ("kl", "e2e_tv")
 START_SEED, SWEEP_SEED = 1001, 1000
-FITTED = 60  # sequences of the closed form
 RESULT = ("in domain", "out of domain")
 
 
@@ -157,46 +156,53 @@ class Study:
         self._path = resolve_model("smollm2")
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.bfloat16).eval()
-        self.args, states = args, args.kept / "states.pt"
-        if not states.is_file():
-            args.kept.mkdir(parents=True, exist_ok=True)
-            torch.save(self._prepare(), states)
-        self._table, self._start, texts, self.start = torch.load(states)
-        self._texts = {name: [Text(*one) for one in some] for name, some in texts.items()}
+        self.args = args
+        args.kept.mkdir(parents=True, exist_ok=True)
+        texts, start = (args.kept / f"{name}.pt" for name in ("texts", "start"))
+        if not texts.is_file():
+            torch.save(self._read(), texts)
+        self._table, fitted, sets = torch.load(texts)
+        self._texts = {name: [Text(*one) for one in some] for name, some in sets.items()}
+        if not start.is_file():
+            torch.save(self._make_start([Sample(*one) for one in fitted]), start)
+        self._start = torch.load(start)
 
-    def _prepare(self) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Any]], dict[str, Any]]:
-        """Return the draft's table, the weights of the start, the texts and the start's figures."""
+    def _read(self) -> tuple[Tensor, list[Any], dict[str, list[Any]]]:
+        """Return the draft's table, the sequences to fit the start on, and the texts of each set."""
         args, count = self.args, self.args.eval_texts
         training, held_out = shipped_answers(self._model.config.vocab_size)
-        self._table = choose_table(training, args.table, self._model.config.vocab_size)
-        ends = FITTED + args.warm_steps * args.batch
+        ends = args.fitted + args.warm_steps * args.batch
         order = np.random.default_rng(0).permutation(len(training))[: ends + args.texts]
         chosen = [training[i] for i in order]
         parts = {
+            "warm": chosen[args.fitted : ends],
             "training": chosen[ends:],
             "sweep": held_out[:count],
             "in domain": held_out[count : 2 * count],
             "out of domain": other_answers(self._path, count),
         }
-        self._texts = {name: read(self._model, part) for name, part in parts.items()}
-        self._start = self._make_start(chosen[:FITTED], read(self._model, chosen[FITTED:ends]))
-        start = {name: self._drafts().measure(self._texts[name]) for name in RESULT}
         return (
-            self._table,
-            self._start,
-            {name: [astuple(text) for text in some] for name, some in self._texts.items()},
-            start,
+            choose_table(training, args.table, self._model.config.vocab_size),
+            [astuple(sample) for sample in chosen[: args.fitted]],
+            {name: [astuple(text) for text in read(self._model, part)] for name, part in parts.items()},
         )
 
-    def _make_start(self, fitted: Sequence[Any], warm: Sequence[Text]) -> dict[str, Tensor]:
+    def _make_start(self, fitted: Sequence[Sample]) -> dict[str, Tensor]:
         """Fit the closed form and warm it up by soft KL."""
         _, states = compute_states(self._model, fitted, set(range(len(fitted))))
         projection, _ = fit_input_proj(states, self._model.config.rms_norm_eps)
         drafts = Drafts(self._model, self._table, start_layer(self._model, projection, torch.float32))
-        if warm:
+        if warm := self._texts["warm"]:
             steps = batches(warm, seed=START_SEED, steps=self.args.warm_steps, batch=self.args.batch)
             train(drafts, "kl", steps, lr=1e-3)
         return {MTP_PREFIX + name: w.detach().clone() for name, w in drafts.weights.items()}
+
+    def start(self) -> dict[str, Any]:
+        """Measure the start on the sets of the result, unless that was done."""
+        return kept(
+            self.args.kept / "start.json",
+            lambda: {name: self._drafts().measure(self._texts[name]) for name in RESULT},
+        )
 
     def _drafts(self) -> Drafts:
         return Drafts(self._model, self._table, self._start)
@@ -301,6 +307,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=3, help="texts of a step")
     parser.add_argument("--texts", type=int, default=96, help="to train on")
     parser.add_argument("--eval-texts", type=int, default=24, help="of each held-out set")
+    parser.add_argument("--fitted", type=int, default=60, help="texts of the closed form")
     parser.add_argument("--table", type=int, default=2048, help="tokens of the draft")
     return parser.parse_args()
 
@@ -312,7 +319,7 @@ def main() -> None:
     study = Study(args)
     results: dict[str, Any] = {
         "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
-        "start": study.start,
+        "start": study.start(),
         "rates": {},
     }
     cells: dict[str, list[dict[str, Any]]] = {}
@@ -320,7 +327,7 @@ def main() -> None:
         tried = {lr: study.cell(arm, lr, SWEEP_SEED)["sweep"]["rejection"] for lr in args.lrs}
         results["rates"][arm] = choose_rate(tried)
         cells[arm] = [study.cell(arm, results["rates"][arm]["lr"], seed) for seed in args.seeds]
-        results["table"] = summary(cells, study.start)
+        results["table"] = summary(cells, results["start"])
         results["correlations"] = correlations([c for found in cells.values() for c in found])
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "objectives.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -31,8 +31,8 @@ from rlpipe.convert.samples import sample_model
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.chat import ChatFormat
 
-PROMPTS, GROUP = 4, 4  # of each task in training, and answers to each of them
-HELD_OUT = 6  # prompts of each task, once for the results and once for the choice of rates
+PROMPTS, GROUP = 3, 4  # of each task in training, and answers to each of them
+HELD_OUT = 5  # prompts of each task, once for the results and once for the choice of rates
 TURN = 64  # tokens of an answer at most, those of `sample_model`
 
 

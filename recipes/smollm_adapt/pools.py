@@ -9,7 +9,7 @@ of smollm_rl. Every arm takes equal steps on equally many answers, which differ 
     all            answers of the target itself
     rewarded       of these, the ones with a reward
     undecided      of these, the ones to prompts whose answers have different rewards
-    13, 27, 40     answers of the policies that many updates before (a third of the way back each,
+    20, 40         answers of the policies that many updates before (half of the way back, and all of it;
                    `policies`), with the target's distribution as teacher
 
 The objective is end-to-end TV, for the first and the last pool also hard CE, whose teacher is the text. Rates
@@ -37,13 +37,12 @@ ARMS: dict[str, tuple[str, str]] = {  # objective and pool
     "e2e TV, all": ("e2e_tv", "all"),
     "e2e TV, rewarded": ("e2e_tv", "rewarded"),
     "e2e TV, undecided": ("e2e_tv", "undecided"),
-    "e2e TV, 13 updates old": ("e2e_tv", "13"),
-    "e2e TV, 27 updates old": ("e2e_tv", "27"),
+    "e2e TV, 20 updates old": ("e2e_tv", "20"),
     "e2e TV, 40 updates old": ("e2e_tv", "40"),
     "hard CE, all": ("hard_ce", "all"),
     "hard CE, 40 updates old": ("hard_ce", "40"),
 }
-AGES = {"13": 2 / 3, "27": 1 / 3, "40": 0.0}  # updates of the policy since, and the policy's part of the way
+AGES = {"20": 0.5, "40": 0.0}  # updates of the policy since, and the policy's part of the way
 ONLINE = {"e2e_tv": "online e2e TV", "hard_ce": "online hard CE"}  # arms of `replay`
 
 

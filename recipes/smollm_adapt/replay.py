@@ -3,8 +3,8 @@
     python -m recipes.smollm_rl.seeds --runs runs/smollm_rl
     python -m recipes.smollm_adapt.replay [--runs runs/smollm_rl] [--out recipes/smollm_adapt/results]
 
-Each run of smollm_rl gives four policies, a third of the way apart on the straight line between the weights
-before and after RL (`policies`); entropy falls along it. The draft is the shipped layer, which was trained by
+Each run of smollm_rl gives three policies: before RL, after it, and half way on the straight line between
+their weights (`policies`); entropy falls along it. The draft is the shipped layer, which was trained by
 total variation for the first of them. It stays as it is, or takes a few steps of an objective on each
 policy's own answers in turn, with one optimizer, while head and embedding follow the policy, as with
 `draft.train=online`. Drafts never enter the policy's gradient, so all arms see the same policies and the same
@@ -38,7 +38,7 @@ from recipes.smollm_adapt.objectives import Drafts, batches, train
 from recipes.smollm_adapt.policies import Policies, Policy
 from recipes.smollm_adapt.texts import Text
 
-PARTS = (0.0, 1 / 3, 2 / 3, 1.0)
+PARTS = (0.0, 0.5, 1.0)
 ARMS = {
     "frozen": None,
     "online e2e TV": "e2e_tv",
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/results"))
     parser.add_argument("--kept", type=Path, default=Path("runs/smollm_policies"), help="policies, cells")
     parser.add_argument("--lrs", nargs="+", type=float, default=[1e-4, 3e-4, 1e-3])
-    parser.add_argument("--steps", type=int, default=8, help="of a draft at each policy")
+    parser.add_argument("--steps", type=int, default=12, help="of a draft at each policy")
     parser.add_argument("--batch", type=int, default=8, help="texts of a step")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -55,6 +55,6 @@ def test_contexts_are_those_before_sampled_tokens_and_each_policy_reads_with_its
 
 def test_figures_are_over_runs_and_paired_with_obrs():
     runs = [{"kl": 0.1, "none": {"bias": 0.3 + x}, "OBRS": {"bias": 0.1 + x}} for x in (0.0, 0.1, 0.2)]
-    row = smollm.summary({13: runs})["13"]
+    row = smollm.summary({20: runs})["20"]
     assert row["none"]["bias, minus OBRS"] == pytest.approx([0.2, 0.2, 0.2])
     assert row["none"]["bias"][0] == pytest.approx(0.4) and row["none"]["bias"][1] < 0.4
