@@ -91,8 +91,8 @@ def smollm_replay(r: Any) -> str:
     ]
     return (
         f"{table([*head, 'minus frozen'], rows)}\n\n{table(split_head, split)}\n\n{r['runs']} RL runs; the "
-        f"policy's entropy before, half way and after is {', '.join(entropy)} nats. Accepted at the end by rate, "
-        f"on the sweep's answers: {'; '.join(sweeps)}."
+        f"policy's entropy before, half way and after is {', '.join(entropy)} nats. Accepted at the end by "
+        f"rate, on the sweep's answers: {'; '.join(sweeps)}."
     )
 
 
