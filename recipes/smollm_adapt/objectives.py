@@ -301,7 +301,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kept", type=Path, default=Path("runs/smollm_objectives"), help="texts and cells")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--lrs", nargs="+", type=float, default=[1e-4, 3e-4, 1e-3, 3e-3])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--warm-steps", type=int, default=24)
     parser.add_argument("--batch", type=int, default=3, help="texts of a step")
