@@ -49,7 +49,7 @@ from rlpipe.loop.prompts import MixedPrompts, PromptStream
 from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.loop.start_record import record_start
 from rlpipe.metrics.bus import MetricsBus
-from rlpipe.metrics.jsonl import forget_steps, read_jsonl
+from rlpipe.metrics.jsonl import read_jsonl, truncate_records
 from rlpipe.metrics.sinks import make_sinks
 from rlpipe.rollout.prompt_check import PromptCheck
 from rlpipe.types import CONTINUES, RunStopped
@@ -102,6 +102,7 @@ def launch(config: Config, resolved: str) -> int:
 
 
 def _launch(config: Config, resolved: str, run_dir: Path) -> int:
+    """Run a task from its newest checkpoint to its end; return the exit status."""
     checkpoints = _checkpoints(config, run_dir)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
@@ -120,7 +121,7 @@ def _launch(config: Config, resolved: str, run_dir: Path) -> int:
     keep_settings(run_dir, resolved)
     record_start(run_dir)
     earlier = 0 if done else len(read_jsonl(run_dir / "metrics.jsonl")[0])
-    forget_steps(run_dir, done or 0)
+    truncate_records(run_dir, done or 0)
     if earlier:
         print(
             f"rlpipe: starting over: {run_dir} has records of {earlier} steps and no checkpoint to continue "
@@ -181,7 +182,7 @@ def _as_continued(text: str, checkpoints: CheckpointStore) -> str:
 class _Leaving:
     """Ends this process at once, with a message, the `end` event, and no process left behind.
 
-    Only the first call has an effect: when a second Ctrl-C ends Ray, the end of Ray is no second reason.
+    Only the first call has an effect: when a second Ctrl-C ends Ray, the end of Ray is not a second reason.
     """
 
     def __init__(self, task: RunTask, bus: MetricsBus, checkpoints: CheckpointStore) -> None:
@@ -189,6 +190,7 @@ class _Leaving:
         self._begun = threading.Lock()
 
     def __call__(self, sentence: str, outcome: str, status: int) -> None:
+        """Report the sentence, close what can be closed in time, and end the process."""
         if not self._begun.acquire(blocking=False):
             return
 
@@ -279,10 +281,10 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
     if config.task is Task.MTP_ADAPT:
         from rlpipe.adapt.run import check_adaptation
 
-        played, _ = check_adaptation(config)
-        if rehearsal is not None and EnvName.USER in played:
-            rehearsal(played[EnvName.USER], _prompts(config, played[EnvName.USER]))
-        return list(played.values())
+        suites, _ = check_adaptation(config)
+        if rehearsal is not None and EnvName.USER in suites:
+            rehearsal(suites[EnvName.USER], _prompts(config, suites[EnvName.USER]))
+        return list(suites.values())
 
     # A train-only run reads a dump and needs neither engine nor environment.
     directory = resolve(config.run.dump) if config.run.dump else None
@@ -404,6 +406,7 @@ class ReinforcementLearning:
         self._cluster = self._pool = self._ray = self._ledger = self._loop = None
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
+        """Start engines, trainer and controller, from the newest checkpoint on."""
         config = self._config
         if injected := config.injection.active():
             bus.event("injection", **injected)
@@ -437,6 +440,7 @@ class ReinforcementLearning:
         )
 
     def run(self) -> bool:
+        """Run the loop to its end; return whether the last step was reached."""
         try:
             run_coroutine(self._run())
         except BaseExceptionGroup as group:
@@ -449,6 +453,7 @@ class ReinforcementLearning:
         return self._controller.version >= self._config.run.steps
 
     async def _run(self) -> None:
+        """Run the controller and the pool's requests on one event loop, then close the cluster."""
         assert self._cluster is not None, "prepare comes before run"
         self._loop = asyncio.get_running_loop()
         serving = asyncio.ensure_future(self._serve_pool())
@@ -460,13 +465,14 @@ class ReinforcementLearning:
             await self._cluster.close()
 
     async def _serve_pool(self) -> None:
-        """Serve requests to add or drain workers, in a Ray run of both modes."""
+        """Serve requests of `rlpipe pool`, if the run uses Ray and both generates and trains."""
         if self._config.cluster.mode is ClusterMode.RAY and self._config.run.half is RunMode.BOTH:
             from rlpipe.actors.pool import serve
 
             await serve(self._pool, self._run_dir, self._controller.growth, self._event)
 
     def waits_for(self) -> str:
+        """Name what the run waits for; called from another thread than the loop's."""
         if self._loop is None:
             return "engines and trainer to start"
 
@@ -513,6 +519,7 @@ def _dump(config: Config, done: int) -> Dump | None:
 
 
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:
+    """Return the cluster that the settings choose, with the weight transfer for its machines."""
     # The weight transfer depends on the machines of the cluster.
     hosts, gpus = 1, False
     if config.cluster.mode is ClusterMode.RAY:

@@ -191,7 +191,7 @@ def recorded(routes: np.ndarray | None) -> int:
 
 
 def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: int = 0) -> np.ndarray | None:
-    """Return the routes of a longer text, those of its beginning from when that was sampled.
+    """Return the routes of a longer text, in which its beginning keeps the routes recorded earlier.
 
     A later pass may have read the beginning again, with other weights.
 
@@ -283,7 +283,7 @@ class Trajectory(TokenColumns):
         earlier one are context in it, so that every sampled token is trained once.
     turn_ends: length of token_ids after each turn. turn_rewards: of each turn, with the sum `reward`; empty
         while masked, and where it is not recorded.
-    reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
+    reward: None unless status is COMPLETE. info: values from the environment (submitted, turns, exit status).
     side: which player of a game it is, 0 elsewhere.
     """
 

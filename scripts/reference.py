@@ -37,6 +37,16 @@ Every setting with its type, default, allowed values and meaning, written by `sc
 dataclasses of [rlpipe/config](../../rlpipe/config). Recipes and cluster files change defaults: add
 `--cfg job` to a run to see its values. How a run is composed: [configuration](../configuration.md).
 """
+FAILS = {
+    "above": "above {limit}",
+    "below": "below {limit}",
+    "spike": "above {limit} times its recent median",
+    "rise": "above {limit} times its first values",
+    "drop": "below {limit} times its first values",
+    "decline": "more than {limit} below its first values",
+    "fall": "below {limit} times its highest value",
+    "diverge": "more than {limit} above its value when `{against}` was at its best",
+}
 RULES = "The default alarm rules. A field of one is set as `metrics.alarms.rules.NAME.threshold=VALUE`."
 COMMANDS_HEAD = """# Commands
 
@@ -80,6 +90,8 @@ def shown(value: Any) -> str:
     """Return a default as YAML would have it."""
     if isinstance(value, Choice):
         value = value.value
+    if isinstance(value, list):
+        value = f"[{', '.join(map(str, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return "empty" if value == "" else f"`{value}`"
@@ -108,7 +120,8 @@ def sections(value: Any, path: str = "") -> Iterator[tuple[str, str, list[str]]]
             continue
         kind = kinds[field.name]
         if isinstance(value, AlarmsConfig) and field.name == "rules":
-            default = "below"
+            default = {}
+            texts[field.name] += " The table below lists the defaults."
         text = meaning(texts.get(field.name, ""), kind)
         rows.append(f"| `{name}` | {type_name(kind)} | {shown(default)} | {text} |")
     if rows:
@@ -122,7 +135,7 @@ def sections(value: Any, path: str = "") -> Iterator[tuple[str, str, list[str]]]
 def alarm_rows(alarms: AlarmsConfig) -> Iterator[str]:
     """Yield a row for each alarm rule: name, metric, test with threshold, patience."""
     for name, rule in alarms.rules.items():
-        test = f"{rule.test} {rule.threshold:g}" + (f" (of `{rule.against}`)" if rule.against else "")
+        test = FAILS[rule.test].format(limit=f"{rule.threshold:g}", against=rule.against)
         yield f"| [`{name}`](../alarms.md#{name}) | `{rule.metric}` | {test} | {rule.patience} in a row |"
 
 

@@ -199,7 +199,7 @@ def by_conversation(counts: list[SpecCounts]) -> Counts:
 
 
 def compared(arms: list[str]) -> list[tuple[str, str]]:
-    """Pairs (ours, theirs) whose difference is told.
+    """Pairs of arms whose difference is reported.
 
     >>> compared(["mtp/hard_ce", "mtp/kl", "mtp/kl+ppow"])
     [('mtp/kl', 'mtp/hard_ce'), ('mtp/kl+ppow', 'mtp/kl')]

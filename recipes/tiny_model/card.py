@@ -99,8 +99,9 @@ minutes on one CPU core. Interrupted and started again, it continues.
 
 | stage | steps | tokens a batch | learning rate | data |
 |---|---|---|---|---|
-| skill | {c.skill.steps} | {c.skill.batch_tokens} | {c.skill.lr:g} | copy drill as every other of the first \
-{c.skill.drill:.1%} of steps; careful traces, 15% of them with a wrong edit (masked) repaired after its test |
+| skill | {c.skill.steps} | {c.skill.batch_tokens} | {c.skill.lr:g} | careful traces, in 15% of which \
+a wrong edit (masked) is repaired after its test; every other of the first {c.skill.drill:.1%} of steps is a \
+copy drill |
 | imitation | {c.imitation.steps} | {c.imitation.batch_tokens} | {c.imitation.lr:g} | {mix}; nothing masked |
 | mtp | {c.mtp.steps} | {c.mtp.batch_tokens} | {c.mtp.lr:g} | the same mix; KL to the frozen backbone over \
 depths 1..{c.gamma} |

@@ -168,7 +168,7 @@ async def recording(
     """Yield a function that rolls out a prompt's group on the least loaded of `rollout.workers` engines."""
     rollout = config.rollout
     config = replace(config, metrics=replace(config.metrics, rollouts_per_step=0))  # the drafts are not read
-    options = {"num_cpus": 1, "num_gpus": _gpus() * rollout.cards, "max_concurrency": 1000}
+    options = {"num_cpus": 1, "num_gpus": _gpus() * rollout.gpus_per_worker, "max_concurrency": 1000}
     actor: Any = ray.remote(**options)(RolloutWorker)
     workers = Workers(
         config.cluster, lambda n: actor.remote(config, n), count=rollout.workers, on_event=on_event

@@ -96,10 +96,11 @@ class DumpingCluster(_WrappedCluster):
 
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         if version <= self._version:  # the run went back to a checkpoint
-            await asyncio.to_thread(self._dump.forget_after, version)
+            await asyncio.to_thread(self._dump.remove_after, version)
         return await super().publish_weights(version)
 
     async def _write(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write to the dump in a thread; a failure ends the recording, or the run if it needs the dump."""
         if self._off:
             return
         try:
@@ -142,6 +143,7 @@ class ReplayCluster(_WrappedCluster):
         await super().close()
 
     def _compare(self, step: int, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        """Compare the metrics of a step with the recorded ones; report the first step that differs."""
         names = sorted(n for n in recorded.keys() | current.keys() if recorded.get(n) != current.get(n))
         if not names:
             self._equal_steps += 1

@@ -27,7 +27,7 @@ class EngineEntry:
     check: Callable[[RolloutConfig, SpecConfig, Path], object] | None = None
 
 
-def _make_embedded(config: RolloutConfig, spec: SpecConfig, model_path: Path, **_: Any) -> Engine:
+def _make_embedded(config: RolloutConfig, spec: SpecConfig, model_path: Path, **_: object) -> Engine:
     from rlpipe.rollout.embedded import EmbeddedEngine
 
     return EmbeddedEngine(config, spec, model_path)

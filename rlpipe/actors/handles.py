@@ -1,4 +1,4 @@
-"""Ray's handles of our actors, typed: the methods that a run calls, and what each of them answers.
+"""Types of Ray's handles of rlpipe's actors: the methods that a run calls, and what each returns.
 
 `handle.collect.remote(prompt, 4)` starts `RolloutWorker.collect` in the actor's process; awaiting what it
 returns gives the answer. Any argument may be an object reference instead of a value.
@@ -43,7 +43,7 @@ class RolloutHandle(Protocol):
     generate: Remote[GenerateResult]
     hand_over: Remote[bool]
     next_turn: Remote[GenerateRequest]
-    turn_played: Remote[None]
+    turn_generated: Remote[None]
     turn_failed: Remote[None]
     update_weights: Remote[dict[str, Value]]
     membership: Remote[Member]

@@ -65,6 +65,7 @@ class InlineCluster(Cluster):
         await self._on_trainer_thread(self._trainer.freeze_draft)
 
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        """Export the newest weights; the coroutine that is returned loads them into the engine."""
         started, rollout, payload = time.monotonic(), self._rollout, None
         if rollout is not None and self._trainer is not None:
             payload = await self._on_trainer_thread(self._trainer.export, version)
@@ -79,6 +80,7 @@ class InlineCluster(Cluster):
         return send
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        """Copy the trainer's state; the coroutine that is returned writes it."""
         trainer = self._trainer
         if trainer is not None:
             await self._on_trainer_thread(trainer.begin_save, directory)

@@ -25,10 +25,10 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from rlpipe.actors.ray_session import LOOK_S, PATIENCE_S, kill_all, module_path
-from rlpipe.actors.ray_session import sweep as sweep_folders
-from rlpipe.envs.sandbox.sweep import MARK, left
-from rlpipe.envs.sandbox.sweep import sweep as sweep_sandboxes
-from rlpipe.rollout.shared_entries import sweep as sweep_servers
+from rlpipe.actors.ray_session import remove_leftovers as remove_folders
+from rlpipe.envs.sandbox.leftovers import MARK, leftovers
+from rlpipe.envs.sandbox.leftovers import remove_leftovers as remove_sandboxes
+from rlpipe.rollout.shared_entries import remove_leftovers as remove_servers
 
 
 @contextmanager
@@ -80,19 +80,19 @@ def clean_up(mark: str, containers: bool) -> None:
     deadline = time.monotonic() + PATIENCE_S
     kill_all(lambda: marked(mark))
 
-    sweep_folders()
-    sweep_servers()
-    sweep_sandboxes(mark)
+    remove_folders()
+    remove_servers()
+    remove_sandboxes(mark)
 
     # A process in a control group may still be ending, and its group cannot be removed before.
-    while left(mark) and time.monotonic() < deadline:
+    while leftovers(mark) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-        sweep_sandboxes(mark)
+        remove_sandboxes(mark)
 
     if containers:
-        from rlpipe.envs.sandbox.container import sweep as sweep_containers
+        from rlpipe.envs.sandbox.container import remove_leftovers as remove_containers
 
-        sweep_containers()
+        remove_containers()
 
 
 def main() -> None:

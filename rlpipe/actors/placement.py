@@ -5,8 +5,8 @@ tensor parallel group of the trainer one for all its ranks, so neither is divide
 groups are on the same node where several fit. With cluster.share_gpus worker n and rank n have a bundle
 together, and the bundles of a tensor parallel group are on one node.
 
-Without a reservation Ray places actor after actor, in a random order of the best nodes, and waits without end
-for a server whose last GPUs are on two nodes.
+Without a reservation Ray places one actor at a time, on a random one of the best nodes, and would wait
+forever for a server once no single node has enough free GPUs left.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Placement:
                 self._reserve(pairs, "STRICT_PACK")
             return
 
-        cards = config.rollout.cards if gpus else 0
-        servers: list[Bundle] = [_bundle(1, cards)] * self._workers
+        gpus_per_worker = config.rollout.gpus_per_worker if gpus else 0
+        servers: list[Bundle] = [_bundle(1, gpus_per_worker)] * self._workers
         teams = trainer.world_size // trainer.tp * run_mode.trains
         self._reserve([*servers, *[_bundle(trainer.tp, trainer.tp if gpus else 0)] * teams], "PACK")
         self._team_bundles = self._by_node(range(self._workers, self._workers + teams))

@@ -1,7 +1,7 @@
 """The workers of a running job, changed by requests in the run directory and by `worker_scaling`.
 
     command   DIR/pool/ID.json         {"do": "add", "count": 2} or {"do": "drain", "worker": 1, "grace": 60}
-    driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "said": a sentence}
+    driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "message": a sentence}
               DIR/pool/workers.json    every worker, written again when something changes
 
 The two processes need to share only a file system. Requests to a run that has ended are deleted by the next.
@@ -32,7 +32,7 @@ def folder(run_dir: Path) -> Path:
     return run_dir / "pool"
 
 
-def write(file: Path, what: Any) -> None:
+def write(file: Path, what: object) -> None:
     """Write a file so that it appears complete or not at all."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(what))
@@ -81,17 +81,17 @@ async def _answer(cluster: RayCluster, file: Path, growth: Growth) -> None:
     """Serve one request; an error becomes its answer and never ends the run."""
     answer = file.with_suffix(ANSWER)
     try:
-        asked = json.loads(file.read_text())
-        write(answer, {"state": "accepted", "said": ""})
-        said, change = await _do(cluster, asked)
-        growth.asked(change)
+        request = json.loads(file.read_text())
+        write(answer, {"state": "accepted", "message": ""})
+        message, change = await _do(cluster, request)
+        growth.requested(change)
         state = "done"
     except (ValueError, KeyError, TypeError, OSError, RayError) as error:
-        state, said = "refused", str(error)
+        state, message = "refused", str(error)
 
     # On a full disk the command waits until its user stops it; the run continues.
     with suppress(OSError):
-        write(answer, {"state": state, "said": said})
+        write(answer, {"state": state, "message": message})
 
 
 async def _follow(
@@ -109,13 +109,13 @@ async def _follow(
         growth.refused()
 
 
-async def _do(cluster: RayCluster, asked: dict[str, Any]) -> tuple[str, int]:
+async def _do(cluster: RayCluster, request: dict[str, Any]) -> tuple[str, int]:
     """Carry out a request; return a sentence for its user and the change in workers."""
-    if asked["do"] == "add":
-        numbers = await cluster.add_workers(int(asked["count"]))
+    if request["do"] == "add":
+        numbers = await cluster.add_workers(int(request["count"]))
         return f"rollout workers {', '.join(map(str, numbers))} serve the newest weights", len(numbers)
 
-    number, grace = int(asked["worker"]), float(asked["grace"])
+    number, grace = int(request["worker"]), float(request["grace"])
     again = await cluster.drain_worker(number, grace)
     others = f"; {again} of its groups are rerun by others" if again else ""
     return f"rollout worker {number} has left{others}", -1

@@ -76,9 +76,9 @@ def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str
     if stores.get(driver):
         check_store(config, stores[driver], min(filter(None, stores.values())))
 
-    if config.run.half.generates and 0 < max_gpus < config.rollout.cards:
+    if config.run.half.generates and 0 < max_gpus < config.rollout.gpus_per_worker:
         raise ValueError(
-            f"rollout.sglang.tp={config.rollout.cards}: a server runs on one node, and the largest of the "
+            f"rollout.sglang.tp={config.rollout.sglang.tp}: a server runs on one node, and the largest of "
             f"Ray cluster has {max_gpus} GPUs. Set rollout.sglang.tp={max_gpus} or less; a model that does "
             "not fit into those needs nodes with larger GPUs."
         )
@@ -94,7 +94,7 @@ def check_capacity(config: Config, supply: Mapping[str, float]) -> None:
 
     workers = config.rollout.workers * config.run.half.generates
     ranks = config.trainer.world_size * config.run.half.trains
-    per_worker = {"CPU": 1, "GPU": config.rollout.cards if supply.get("GPU") else 0}
+    per_worker = {"CPU": 1, "GPU": config.rollout.gpus_per_worker if supply.get("GPU") else 0}
 
     for name, each in per_worker.items():
         needed = workers * each + ranks * min(each, 1)
@@ -121,7 +121,11 @@ class RayCluster(Cluster):
         self._places = Placement(config, gpus=bool(gpus))
         if config.cluster.share_gpus:
             gpus = 0.5
-        self._options = {"num_cpus": 1, "num_gpus": gpus * config.rollout.cards, "max_concurrency": 1000}
+        self._options = {
+            "num_cpus": 1,
+            "num_gpus": gpus * config.rollout.gpus_per_worker,
+            "max_concurrency": 1000,
+        }
         # Only where the trainer broadcasts weights: its groups with servers, by rank.
         self._groups: dict[TrainerHandle, _Group] = {}
 
@@ -150,6 +154,8 @@ class RayCluster(Cluster):
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
+        """Divide the instances among the rollout workers, and return their trajectories."""
+
         async def evaluate(share: Sequence[str]) -> list[Trajectory]:
             return await self._workers.call_least_loaded(
                 lambda worker: worker.evaluate.remote(share, samples, temperature)
@@ -174,6 +180,7 @@ class RayCluster(Cluster):
         await self._call_ranks("freeze_draft", lambda rank: rank.freeze_draft.remote())
 
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
+        """Copy or export the newest weights; the coroutine that is returned sends them to all workers."""
         started, send = time.monotonic(), None
         if self._workers.members and self._config.run.half.trains:
             send = await (self._copy if self._config.broadcasts_weights else self._export)(version)
@@ -330,7 +337,7 @@ class RayCluster(Cluster):
     def workers(self) -> list[dict[str, Any]]:
         """List every rollout worker: its number, its load, whether it leaves."""
         return [
-            {"worker": member.number, "playing": member.load, "leaving": member.leaving}
+            {"worker": member.number, "in_flight": member.load, "leaving": member.leaving}
             for member in self._workers.members
         ]
 
@@ -397,7 +404,7 @@ class RayCluster(Cluster):
         except RayActorError as error:
             raise self._lost(ranks, "trainer_died", error=first_line(error)) from error
 
-    def _lost(self, ranks: list[TrainerHandle], kind: str, **fields: Any) -> TrainerLost:
+    def _lost(self, ranks: list[TrainerHandle], kind: str, **fields: object) -> TrainerLost:
         """End the remaining ranks; the first call that notices the loss reports it, others do not."""
         if self._trainers is ranks:
             self._on_event(kind, **fields)
@@ -448,6 +455,6 @@ async def _fetch_weights(
     return unpack_weights(await _answer_of_trainer(failure, payload))
 
 
-def _node_ip(_: Any) -> str:
+def _node_ip(_: object) -> str:
     """Return the address of the machine of the actor that this runs in."""
     return ray.util.get_node_ip_address()

@@ -159,7 +159,7 @@ class RaySession:
                 return on_death(f"Ray's process {name} (pid {pid}) died; the run needs it. {CONTINUES}")
 
 
-def sweep() -> None:
+def remove_leftovers() -> None:
     """End the remaining Ray processes of dead runs, and remove their folders."""
     for file in _base().glob(f"{_PREFIX}*/lock"):
         # A folder of another user cannot be opened, and that of a living run is locked.
@@ -168,8 +168,8 @@ def sweep() -> None:
 
             # The driver may have been killed before or while it wrote the sessions.
             with suppress(FileNotFoundError, ValueError):
-                told = json.loads((file.parent / _SESSIONS).read_text())
-                _end({int(leader): started for leader, started in told.items()})
+                sessions = json.loads((file.parent / _SESSIONS).read_text())
+                _end({int(leader): started for leader, started in sessions.items()})
 
             shutil.rmtree(file.parent, ignore_errors=True)
 
@@ -195,8 +195,8 @@ def _members(sessions: Mapping[int, float]) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             leader = os.getsid(process.pid)
-            ours = leader in sessions and _started_at(leader) in (None, sessions[leader])
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
+            is_member = leader in sessions and _started_at(leader) in (None, sessions[leader])
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
     return members
 
@@ -215,7 +215,7 @@ def _base() -> Path:
 
 def _private_folder() -> tuple[Path, IO[str]]:
     """Make a folder of mode 0700, locked while the run lives; remove the folders of dead runs."""
-    sweep()
+    remove_leftovers()
 
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_base()))
     lock = (folder / "lock").open("w")

@@ -137,9 +137,9 @@ class RolloutWorker:
         """Wait for the next turn that another worker has to generate."""
         return await self._handed_over().next_turn()
 
-    async def turn_played(self, request_id: str, result: GenerateResult) -> None:
+    async def turn_generated(self, request_id: str, result: GenerateResult) -> None:
         """Take the result of a turn that another worker generated."""
-        self._handed_over().turn_played(request_id, result)
+        self._handed_over().turn_generated(request_id, result)
 
     async def turn_failed(self, request_id: str, reason: str) -> None:
         """End a turn that no other worker could generate."""
@@ -240,7 +240,7 @@ class RolloutWorker:
         events, self._events = self._events, []
         return events
 
-    def _note(self, kind: str, **fields: Any) -> None:
+    def _note(self, kind: str, **fields: object) -> None:
         self._events.append((kind, fields))
 
     async def close(self) -> None:

@@ -75,7 +75,7 @@ class TrainerWorker:
             everywhere = self._config.sends_from_every_rank
             self._sender = WeightSender(
                 rollout,
-                cast("ExportsWeights", self._trainer),  # a policy with an actor beside it never broadcasts
+                cast("ExportsWeights", self._trainer),  # a policy with a decoupled actor never broadcasts
                 on_gpu=is_on_gpu(rollout),
                 drafter=drafter,
                 draft=self._draft,
@@ -90,6 +90,7 @@ class TrainerWorker:
         return metrics | self._spans.drain()
 
     def _step(self, groups: list[Group]) -> dict[str, Value]:
+        """Train on the groups of one step; return its metrics."""
         started = time.monotonic()
         config = self._config
         advantages = compute_advantages(groups, config.algo)

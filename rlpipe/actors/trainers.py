@@ -61,7 +61,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     # The actor is trained on the same rank, in the process group of the policy.
     algo = actor.algo(config.algo)
     try:
-        beside = MegatronTrainer(
+        actor_trainer = MegatronTrainer(
             actor.trainer(trainer),
             algo,
             config.draft,
@@ -69,14 +69,14 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
             rank=rank,
             world_size=world_size,
             total_steps=steps,
-            beside=policy,
+            host=policy,
             **draft,
         )
     except BaseException:
         policy.close()
         raise
 
-    return DecoupledTrainer(policy, beside, config=actor, algo=algo)
+    return DecoupledTrainer(policy, actor_trainer, config=actor, algo=algo)
 
 
 def train_alongside(

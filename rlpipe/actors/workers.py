@@ -117,14 +117,14 @@ class Workers:
     async def activity(self) -> list[str]:
         """Return what each worker is busy with, in words; also of one that does not answer."""
 
-        async def ask(worker: Worker) -> str:
+        async def activity(worker: Worker) -> str:
             try:
                 answer = wait_for_answer(worker.actor.activity.remote())
                 return f"worker {worker.number}: {await asyncio.wait_for(answer, _ACTIVITY_S)}"
             except (RayError, TimeoutError) as error:
                 return f"worker {worker.number} does not answer ({first_line(error)})"
 
-        return list(await asyncio.gather(*map(ask, self.members)))
+        return list(await asyncio.gather(*map(activity, self.members)))
 
     async def join(self, count: int) -> list[int]:
         """Add workers; return their numbers once all serve the newest weights.
@@ -143,6 +143,7 @@ class Workers:
         return numbers
 
     async def _join(self, number: int) -> int:
+        """Start a worker and load the newest weights into it; return its number. Raises TimeoutError."""
         worker, loaded = Worker(number=number, actor=self._spawn(number)), None
         try:
             async with asyncio.timeout(_JOIN_S):
@@ -180,7 +181,7 @@ class Workers:
             raise ValueError(f"rollout worker {number} is the last one: add another before it is drained.")
 
         worker.leaving = True
-        self._on_event("rollout_worker_draining", worker=number, playing=worker.load, grace=grace)
+        self._on_event("rollout_worker_draining", worker=number, in_flight=worker.load, grace=grace)
         deadline = asyncio.get_running_loop().time() + grace
         while worker.load and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_S)
@@ -202,7 +203,7 @@ class Workers:
         finally:
             ray.kill(worker.actor)
 
-        fields = {"worker": number, "workers": len(self.staying), "played_again": worker.lost}
+        fields = {"worker": number, "workers": len(self.staying), "rerun": worker.lost}
         self._on_event("rollout_worker_left", **fields)
         return worker.lost
 
@@ -217,7 +218,7 @@ class Workers:
                 self._on_event("close_failed", error=first_line(error))
 
         if worker.relayed:
-            self._on_event("rollout_worker_handed_over", worker=worker.number, playing=worker.load)
+            self._on_event("rollout_worker_handed_over", worker=worker.number, in_flight=worker.load)
         return worker.relayed
 
     async def _relay_turns(self, worker: Worker) -> None:
@@ -229,7 +230,7 @@ class Workers:
             except (RayError, RunStopped) as error:
                 await worker.actor.turn_failed.remote(request.request_id, first_line(error))
             else:
-                await worker.actor.turn_played.remote(request.request_id, result)
+                await worker.actor.turn_generated.remote(request.request_id, result)
 
         with suppress(BaseExceptionGroup):  # the worker died: others repeat its groups
             async with asyncio.TaskGroup() as turns:

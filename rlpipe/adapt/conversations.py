@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -129,6 +129,7 @@ class _Answer:
 
 
 def _parse(line: str, where: str) -> list[Message]:
+    """Return the messages of a line. Raises ValueError, which begins with `where`."""
     try:
         item = json.loads(line)
     except ValueError as error:
@@ -154,7 +155,7 @@ def _parse(line: str, where: str) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _is_text(message: Any) -> bool:
+def _is_text(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
 
 

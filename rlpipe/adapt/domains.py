@@ -83,6 +83,7 @@ def make_suites(config: AdaptConfig, env: EnvConfig, seed: int) -> dict[EnvName,
 
 
 def _selected(instance_ids: Sequence[str], config: AdaptConfig, title: str) -> list[str]:
+    """Return the instances that `adapt.eval_offset` and `eval_prompts` select. Raises ValueError."""
     stop = config.eval_offset + config.eval_prompts if config.eval_prompts else None
     ids = list(instance_ids[config.eval_offset : stop])
     if not ids:

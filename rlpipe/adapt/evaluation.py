@@ -155,6 +155,7 @@ class Evaluation:
         }
 
     def _rows(self, name: str, mode: str, against: Evaluation | None) -> dict[str, Any]:
+        """Return figures of generation as [value, error], with change and error since `against`."""
         generated = self.domains[name].by_mode[mode]
         rows: dict[str, Any] = {
             "prompts": len(generated.counts),
@@ -171,6 +172,7 @@ class Evaluation:
         return rows
 
     def _expected_rows(self, name: str, mode: str, against: Evaluation | None) -> dict[str, Any]:
+        """Return expected figures in the form of `_rows`."""
         counts = self.domains[name].expected[mode]
         earlier = against.domains[name].expected.get(mode) if against and name in against.domains else None
 

@@ -84,10 +84,10 @@ class Adaptation:
 
     def __post_init__(self, done: int | None) -> None:
         self._suites, self._domains = check_adaptation(self.config)
-        forget_evaluations(self.run_dir, done)
+        remove_evaluations(self.run_dir, done)
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
-        """Start Ray where something runs in processes of its own."""
+        """Start Ray if there are several trainer ranks or rollout workers."""
         self.bus, self.checkpoints = bus, checkpoints
         if self.config.trainer.world_size > 1 or self.config.rollout.workers > 1:
             from rlpipe.actors.ray_session import RaySession
@@ -137,6 +137,7 @@ class Adaptation:
             self._ray.stop(at_once)
 
     def _load(self) -> list[Trajectory]:
+        """Read the conversations of `adapt.data`, or sample the model's own rollouts."""
         settings, config = self.config.adapt, self.config
         if settings.data:
             source = resolve(settings.data)
@@ -162,6 +163,7 @@ class Adaptation:
         return trajectories
 
     def _resume(self) -> None:
+        """Load the newest complete checkpoint, if there is one."""
         newest = self.checkpoints.newest()
         for broken in self.checkpoints.broken:
             self.bus.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
@@ -173,6 +175,7 @@ class Adaptation:
             self.bus.event("resumed", step=self.step, path=path.name)
 
     def _train(self, order: DataOrder) -> None:
+        """Train, evaluate and save until the last step or a stop."""
         settings = self.config.run
         if self.step == 0 and self.config.adapt.eval_first:
             self._evaluate()
@@ -197,6 +200,7 @@ class Adaptation:
         return self.step == self.config.run.steps or bool(every and self.step % every == 0)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
+        """Pack the trajectories of a step into micro-batches, without advantages."""
         config = self.config
         return pack(
             trajectories,
@@ -256,7 +260,7 @@ class Adaptation:
         return {domain.name: self._held_out[domain.name] for domain in domains}
 
     def _generate(self, evaluation: Evaluation, domains: Sequence[Domain]) -> None:
-        """Generate the first prompts of held-out sets with the draft, engine and all."""
+        """Generate answers to the first prompts of held-out sets with an engine that drafts."""
         count = self.config.adapt.eval_generated or None
         some = [replace(domain, instance_ids=domain.instance_ids[:count]) for domain in domains]
         config, weights = self._drafting()
@@ -285,6 +289,7 @@ class Adaptation:
         return self._trainer.mtp_stats(self._pack(trajectories))
 
     def _save(self) -> None:
+        """Write a checkpoint: the trainer's state and the model in Hugging Face's format."""
         started = time.monotonic()
 
         async def write(path: Path) -> None:
@@ -297,7 +302,7 @@ class Adaptation:
         self.bus.event("checkpoint", step=self.step, path=path.name, seconds=round(seconds, 3))
 
     def _finish(self) -> None:
-        """Write what engines load, and the summary."""
+        """Save the model or draft for engines, and the summary."""
         # A run that was longer once, lost a file or has new held-out sets lacks evaluations.
         self._measured()
 
@@ -372,7 +377,7 @@ def check_evaluations(config: Config, run_dir: Path) -> None:
                 )
 
 
-def forget_evaluations(run_dir: Path, after: int | None) -> None:
+def remove_evaluations(run_dir: Path, after: int | None) -> None:
     """Drop evaluations that no checkpoint covers (None: all): a resumed run measures them again."""
     for file in evaluations(run_dir).glob("step_*.json"):
         if after is None or int(file.stem.removeprefix("step_")) > after:

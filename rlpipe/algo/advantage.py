@@ -9,10 +9,11 @@ every turn is compared with the full group. With grpo: A_ik = (G_ik - mean) / st
 last turns have a reward, all G_ik are the trajectory's reward, and this equals algo.credit=episode. Source:
 REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount, a turn as the step.
 
-Owns which trajectories take part: masked ones and groups with fewer than two complete siblings have
-advantage zero (there is nothing to compare with). Where the policy plays all sides of a game, the siblings
-on each side are a group, so that a side's lead is nobody's merit (the role-conditioned baseline of SPIRAL,
-arXiv 2506.24119, with the mean of the group for its running mean). The estimator itself is verl's.
+Owns which trajectories take part: masked ones and groups with fewer than two complete siblings have advantage
+zero (there is nothing to compare with). Where the policy plays all sides of a game, the siblings on each side
+are a group, so that an advantage that the rules give to a side is not credited to the policy (the
+role-conditioned baseline of SPIRAL, arXiv 2506.24119, with the mean of the group for its running mean). The
+estimator itself is verl's.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class Obrs(CorrectionRule):
         return {"uniforms": token_uniforms(seed, trajectory.trajectory_id, len(trajectory.token_ids))}
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
+        """Accept sampled tokens at random, and weigh the accepted ones (Jackpot Eq. 5)."""
         extras, settings = inputs.extras, self.config.obrs
         if extras.rollout_top is None or extras.target_top is None:
             raise ValueError(
@@ -296,6 +297,8 @@ def kl_exact(inputs: ObrsInputs, lam: float) -> tuple[float, float]:
 
 
 def _metrics(inputs: ObrsInputs, outcome: ObrsOutcome, settings: ObrsConfig) -> dict[str, float | Value]:
+    """Return the metrics `rollout_corr/obrs_*` without their prefix."""
+
     def total(x: torch.Tensor) -> float:
         return x.double().sum().item()
 

@@ -288,7 +288,7 @@ def finish(metrics: dict[str, Value]) -> dict[str, Value]:
 def _share(loss: torch.Tensor, totals: LossTotals) -> Mean:
     """Return a micro-batch's share of a loss that is summed over micro-batches and averaged over steps.
 
-    Its count is 0; `optimizer_step_count` does, once per step.
+    Its count is 0, because `optimizer_step_count` counts each step once.
     """
     return Mean(loss.item() / totals.dp_size, 0.0)
 

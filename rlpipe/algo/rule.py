@@ -20,7 +20,7 @@ from rlpipe.types import Trajectory
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TokenExtras:
-    """The data that a rule declared, for the P ones of the mask, row by row, without gradients.
+    """The data that a rule declared, at the P tokens where the mask is 1, row by row, without gradients.
 
     columns: [P] float32 by name. rollout_top, target_top: [P, K] float32 logprobs that the rollout and the
         target policy assign to the same candidates, -inf on both sides for padding.

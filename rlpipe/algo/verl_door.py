@@ -63,7 +63,7 @@ def rollout_correction(**arguments: Any) -> tuple[Any, torch.Tensor, dict[str, f
 
 
 def actor_config(config: AlgoConfig, totals: dict[str, float | None]) -> Any:
-    """Build verl's `ActorConfig` from our settings; `totals` normalise the loss over the global batch."""
+    """Build verl's `ActorConfig` from settings; `totals` normalise the loss over the global batch."""
     from verl.workers.config import ActorConfig
 
     return ActorConfig(

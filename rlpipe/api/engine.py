@@ -88,7 +88,7 @@ class Engine:
         rollout = RolloutConfig(max_context=max_context, device=device, dtype=Dtype(dtype))
         self._chat = ChatFormat.from_pretrained(directory)
         self._engine = EmbeddedEngine(rollout, spec, directory)
-        self._numbers = count()
+        self._request_numbers = count()
 
     def generate(
         self,
@@ -115,7 +115,7 @@ class Engine:
 
         requests = [
             GenerateRequest(
-                request_id=f"generate-{next(self._numbers)}",
+                request_id=f"generate-{next(self._request_numbers)}",
                 prompt_ids=self._ids(prompt),
                 sampling=SamplingParams(
                     temperature=temperature,
@@ -155,6 +155,7 @@ class Engine:
         return list(prompt)
 
     def _generation(self, request: GenerateRequest, result: GenerateResult) -> Generation:
+        """Return a result with its texts, as plain lists."""
         ids, drafts = result.output_ids.tolist(), result.drafts or []
         return Generation(
             prompt_ids=request.prompt_ids.tolist(),

@@ -147,6 +147,7 @@ def _ahead(tokens: np.ndarray, depths: int) -> np.ndarray:
 
 
 def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Return rows as [n, length] int64, padded with 0 at the end."""
     padded = np.zeros((len(rows), length), dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

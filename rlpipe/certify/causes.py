@@ -54,7 +54,7 @@ _Failed = dict[str, Line]
 def _argmax(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
     """Every first token is the likeliest: nothing is sampled."""
     samples = judge.evidence.at(1.0)
-    best = judge.evidence.first.law(1.0).argmax(1)
+    best = judge.evidence.first.probs(1.0).argmax(1)
     if FIRST not in failed and TAIL not in failed:
         return None
     if not all((one.first == best[one.prompt]).all() for one in samples):
@@ -72,10 +72,10 @@ def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | No
     if TAIL not in failed or TAIL in explained:
         return None
     first, samples = judge.evidence.first, judge.evidence.at(1.0)
-    law = first.law(1.0)
-    order = np.argsort(-law, axis=1, kind="stable")
+    probs = first.probs(1.0)
+    order = np.argsort(-probs, axis=1, kind="stable")
     rank_of = np.argsort(order, axis=1)
-    ranked = np.take_along_axis(law, order, 1)
+    ranked = np.take_along_axis(probs, order, 1)
     before = ranked.cumsum(1) - ranked
     row = np.concatenate([np.full(len(one.first), one.prompt) for one in samples])
     token = np.concatenate([one.first for one in samples])
@@ -85,11 +85,11 @@ def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | No
     # The cut is where the samples end: what is beyond it was expected, and within it nothing is wrong.
     rank = rank_of[row, token]
     by_rank, by_share = int(rank.max()) + 1, float(before[row, rank].max())
-    beyond = {"top-k": np.arange(law.shape[1]) >= by_rank, "top-p": before > by_share}
+    beyond = {"top-k": np.arange(probs.shape[1]) >= by_rank, "top-p": before > by_share}
     name = min(beyond, key=lambda one: -float((ranked * beyond[one])[row].sum()))
     missing = float((ranked * beyond[name])[row].sum())
     kept = np.where(beyond[name], 0, ranked)
-    inside = Draws(law=kept / kept.sum(1, keepdims=True), row=row, cell=rank)
+    inside = Draws(probs=kept / kept.sum(1, keepdims=True), row=row, cell=rank)
     fits = inside.p_value(np.random.default_rng(judge.seed), max_simulations=1000) >= judge.each
     if missing < -np.log(judge.each) or not fits:
         return None

@@ -78,7 +78,7 @@ class Features:
 
 
 class Dialect(Protocol):
-    """A way to ask for samples: a path, a body, and how the answers are read."""
+    """A way to request samples: a path, a body, and how the answers are read."""
 
     @property
     def path(self) -> str:
@@ -138,12 +138,12 @@ def _packed_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
 class OpenAI:
     """OpenAI's `/v1/completions`, or `/v1/chat/completions`, as vLLM, SGLang and transformers speak them.
 
-    model: name in requests. asked: features that requests ask for. extra: fields of every request.
+    model: name in requests. requested: features that requests contain. extra: fields of every request.
     """
 
     model: str
     chat: bool = False
-    asked: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -152,20 +152,20 @@ class OpenAI:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
-        """Return the request, with the fields of the features that are asked for."""
+        """Return the request, with the fields of the features that are requested."""
         body: dict[str, Any] = {"model": self.model, "temperature": temperature, "max_tokens": tokens}
         if self.chat:
             body["messages"] = [{"role": "user", "content": prompt.text}]
         else:
-            body["prompt"] = prompt.ids if "ids_in" in self.asked else prompt.text
+            body["prompt"] = prompt.ids if "ids_in" in self.requested else prompt.text
 
         if count > 1:
             body["n"] = count
-        if "ids_out" in self.asked:
+        if "ids_out" in self.requested:
             body["return_token_ids"] = True
-        if "logprobs" in self.asked:
+        if "logprobs" in self.requested:
             body["logprobs"] = True if self.chat else 1
-        if "ignore_eos" in self.asked:
+        if "ignore_eos" in self.requested:
             body["ignore_eos"] = True
         return {**body, **self.extra}
 
@@ -174,6 +174,7 @@ class OpenAI:
         return [self._read_choice(choice) for choice in answer["choices"]]
 
     def _read_choice(self, choice: Mapping[str, Any]) -> Answer:
+        """Return the text, ids and log-probabilities of one choice of an answer."""
         listed = choice.get("logprobs") or {}
         if self.chat:
             text = (choice.get("message") or {}).get("content") or ""
@@ -183,6 +184,7 @@ class OpenAI:
             text = choice.get("text") or ""
             tokens, logprobs = listed.get("tokens") or [], listed.get("token_logprobs") or []
 
+        # vLLM returns ids in a field; older versions write them as texts of tokens.
         ids = choice.get("token_ids")
         numbered = [str(token).removeprefix("token_id:") for token in tokens]
         if ids is None and tokens and all(str(t).startswith("token_id:") for t in tokens):
@@ -258,6 +260,8 @@ class Server:
     ) -> Server:
         """Return a server of OpenAI's dialect, with the features that its answers show."""
         model = name or await _first_model(client)
+
+        # Completions come first: they take ids, or a text without a chat template.
         for chat in (False, True):
             dialect = OpenAI(model=model, chat=chat, extra=extra)
             refusal = await _try(client, dialect, probe)
@@ -268,26 +272,28 @@ class Server:
                 f"{url} answers neither /generate nor /v1/completions nor /v1/chat/completions: {refusal}"
             )
 
+        # A server may ignore a field, so a feature counts only if an answer shows its effect.
         features = Features(dialect="OpenAI chat" if chat else "OpenAI completions", ids_in=chat)
-        asked: set[str] = set()
+        requested: set[str] = set()
         for feature in ("ignore_eos", "ids_in", "logprobs", "ids_out"):
             if feature == "ids_in" and chat:  # the template's ids are the reference's
                 continue
-            tried = OpenAI(model=model, chat=chat, asked=frozenset({*asked, feature}), extra=extra)
+            tried = OpenAI(model=model, chat=chat, requested=frozenset({*requested, feature}), extra=extra)
             answers = await _try(client, tried, probe)
             if not isinstance(answers, str) and _shows(feature, answers):
-                asked.add(feature)
+                requested.add(feature)
                 setattr(features, feature, True)
 
         # Older vLLM returns ids as texts of tokens only.
-        dialect = OpenAI(model=model, chat=chat, asked=frozenset(asked), extra=extra)
+        dialect = OpenAI(model=model, chat=chat, requested=frozenset(requested), extra=extra)
         if features.logprobs and not features.ids_out:
             older = {**extra, "return_tokens_as_token_ids": True}
-            tried = OpenAI(model=model, chat=chat, asked=frozenset(asked), extra=older)
+            tried = OpenAI(model=model, chat=chat, requested=frozenset(requested), extra=older)
             answers = await _try(client, tried, probe)
             if not isinstance(answers, str) and _shows("ids_out", answers):
                 features.ids_out, dialect = True, tried
 
+        # Whether one request returns several samples (`n`).
         answers = await _try(client, dialect, probe, count=2)
         features.copies = not isinstance(answers, str) and len(answers) == 2
         return cls(client, dialect, features)
@@ -300,17 +306,18 @@ class Server:
         sizes = [size] * (count // size) + [count % size] * (count % size > 0)
         capacity = asyncio.Semaphore(max(1, AT_ONCE // size) if size > 1 else AT_ONCE)
 
-        async def ask(some: int) -> list[Answer]:
+        async def sample(some: int) -> list[Answer]:
             async with capacity:
                 self.requests += 1
                 body = self._dialect.body(prompt, count=some, temperature=temperature, tokens=tokens)
+
                 # Losing an answer does not depend on its tokens, so sampling anew keeps the distribution.
                 answers = self._dialect.read(await self._client.read(self._dialect.path, body))
                 if len(answers) != some:
                     raise ServerError(f"{self._dialect.path} gave {len(answers)} of {some} samples.")
                 return answers
 
-        return [answer for answers in await asyncio.gather(*map(ask, sizes)) for answer in answers]
+        return [answer for answers in await asyncio.gather(*map(sample, sizes)) for answer in answers]
 
     async def close(self) -> None:
         """Drop the connections."""
@@ -331,7 +338,7 @@ async def _try(
 
 
 def _shows(feature: str, answers: Sequence[Answer]) -> bool:
-    """Return whether answers have the feature that was asked for."""
+    """Return whether answers have the feature that was requested."""
     if feature == "logprobs":
         return all(answer.logprobs for answer in answers)
     if feature == "ids_out":

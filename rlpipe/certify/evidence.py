@@ -89,28 +89,31 @@ def pack(prompt: int, temperature: float, answers: Sequence[Answer], first: np.n
 def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Draws]:
     """Split first tokens into two independent tests: which of a row's likely tokens, and how unlikely.
 
-    Given how many fall into the head of a row, which of its tokens they are is a multinomial of its own; so a
-    distribution that is cut in its tail leaves the first exact.
+    Conditional on how many samples fall into the head of a row (its likeliest tokens), their division among
+    the head's tokens is multinomial. So the first test stays exact where the server cuts the tail of the
+    distribution.
     """
     temperature = samples[0].temperature
     row = np.concatenate([np.full(len(one.first), one.prompt) for one in samples])
     token = np.concatenate([one.first for one in samples])
-    exact, rounded = first.law(temperature), first.law(temperature, rounded=True)
+    exact, rounded = first.probs(temperature), first.probs(temperature, rounded=True)
 
     # The rank of each token in its row; a text that no token has goes behind all others.
     order = np.argsort(-exact, axis=1, kind="stable")
     rank_of = np.argsort(order, axis=1)
     rank = np.where(token >= 0, rank_of[row, np.maximum(token, 0)], exact.shape[1] - 1)
-    ranked, ranked_rounded = (np.take_along_axis(law, order, 1) for law in (exact, rounded))
+    ranked, ranked_rounded = (np.take_along_axis(probs, order, 1) for probs in (exact, rounded))
 
+    # The head of a row: its likeliest tokens up to a share of the probability, at most _MAX_HEAD.
     before = ranked.cumsum(1) - ranked
     head = np.minimum((before < HEAD).sum(1), _MAX_HEAD)
     width = int(head.max())
     inside = np.arange(width) < head[:, None]
-    heads = [np.where(inside, law[:, :width], 0) for law in (ranked, ranked_rounded)]
+    heads = [np.where(inside, probs[:, :width], 0) for probs in (ranked, ranked_rounded)]
+
     likely = rank < head[row]
     likely_draws = Draws(
-        law=heads[0] / heads[0].sum(1, keepdims=True),
+        probs=heads[0] / heads[0].sum(1, keepdims=True),
         rounded=heads[1] / heads[1].sum(1, keepdims=True),
         row=row[likely],
         cell=rank[likely],
@@ -120,11 +123,11 @@ def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Dr
     band = 1 + np.searchsorted(_BANDS, before.ravel(), side="right").reshape(before.shape)
     band[np.arange(exact.shape[1]) < head[:, None]] = 0
     banded = [
-        np.stack([np.bincount(b, p, minlength=len(_BANDS) + 2) for b, p in zip(band, law, strict=True)])
-        for law in (ranked, ranked_rounded)
+        np.stack([np.bincount(b, p, minlength=len(_BANDS) + 2) for b, p in zip(band, probs, strict=True)])
+        for probs in (ranked, ranked_rounded)
     ]
     cell = np.where(token >= 0, band[row, rank], len(_BANDS) + 1)
-    return likely_draws, Draws(law=banded[0], rounded=banded[1], row=row, cell=cell)
+    return likely_draws, Draws(probs=banded[0], rounded=banded[1], row=row, cell=cell)
 
 
 def later_draws(samples: Sequence[Samples]) -> list[Draws]:
@@ -135,27 +138,30 @@ def later_draws(samples: Sequence[Samples]) -> list[Draws]:
 
 def draws_at(samples: Sequence[Samples], position: int) -> Draws:
     """Return the draws of one position, 0-based: its rows are the prefixes that occurred before it."""
-    laws, rounded, rows, cells, count = [], [], [], [], 0
+    all_probs, rounded, rows, cells, count = [], [], [], [], 0
     for one in samples:
         assert one.rows is not None
         here = np.flatnonzero(one.lengths > position)
         if not len(here):
             continue
+
+        # Equal prefixes have one row.
         _, first, inverse = np.unique(
             one.tokens[here, :position], axis=0, return_index=True, return_inverse=True
         )
-        laws.append(one.rows.law[here[first], position])
+        all_probs.append(one.rows.probs[here[first], position])
         rounded.append(one.rows.rounded[here[first], position])
         rows.append(inverse.reshape(-1) + count)
         count += len(first)
 
         match = one.rows.likely[here, position] == one.tokens[here, position][:, None]
         cells.append(np.where(match.any(1), match.argmax(1), match.shape[1]))
-    if not laws:
+
+    if not all_probs:
         empty = np.zeros(0, np.int64)
-        return Draws(law=np.ones((1, 1)), row=empty, cell=empty)
+        return Draws(probs=np.ones((1, 1)), row=empty, cell=empty)
     return Draws(
-        law=np.concatenate(laws),
+        probs=np.concatenate(all_probs),
         rounded=np.concatenate(rounded),
         row=np.concatenate(rows),
         cell=np.concatenate(cells),

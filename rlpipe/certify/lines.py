@@ -1,8 +1,9 @@
 """The lines of a certificate: one question each, answered by an exact test, a tolerance, or not at all.
 
 Statistical lines share the family's alpha equally (Bonferroni over all that can be judged of any server), so
-a right server fails any of them with probability at most alpha. Lines that compare numbers have no false
-alarms by chance: their tolerance is what the server's number format moves, measured by the reference.
+a right server fails any of them with probability at most alpha. Lines that compare numbers are
+not subject to chance: their tolerance is the rounding error of the server's number format, which the
+reference measures.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Line:
 class Judge:
     """Judges evidence. alpha: false-alarm rate of all lines together. seed: of simulations.
 
-    says_power: whether the power of lines is simulated too, which takes longer than the tests themselves.
+    with_power: whether the power of lines is simulated too, which takes longer than the tests themselves.
     temperatures: estimates at 1 and at the second temperature, once judged.
     """
 
     evidence: Evidence
     alpha: float
     seed: int = 0
-    says_power: bool = True
+    with_power: bool = True
     temperatures: dict[float, Estimate] = field(default_factory=dict)
 
     @property
@@ -85,15 +86,15 @@ class Judge:
         return np.random.default_rng((self.seed, number))
 
     def _simulations(self, tests: int = 1) -> int:
-        """Return how many simulations tell the p-value of a wrong sample from this line's alpha.
+        """Return how many simulations show that the p-value of a wrong sample is below this line's alpha.
 
-        tests: by whose number the least p-value is multiplied.
+        tests: how many p-values there are; the least one is multiplied by that number.
         """
         return int(np.ceil(1.25 * tests / self.each))
 
     def _mixture(self, draws: list[Draws], alpha: float) -> float | None:
         """Return the smallest share of wrong tokens that is seen."""
-        return power.smallest_mixture(draws, alpha, self._rng(10)) if self.says_power else None
+        return power.smallest_mixture(draws, alpha, self._rng(10)) if self.with_power else None
 
     def _statistical(self, name: str, question: str, p: float, seen: str, **fields: Any) -> Line:
         return Line(
@@ -109,7 +110,7 @@ class Judge:
             FIRST,
             "Does each of a prompt's likely first tokens come as often as the model predicts?",
             p,
-            f"{len(draws):,} tokens after {len(draws.law)} prompts, p = {_p(p)}",
+            f"{len(draws):,} tokens after {len(draws.probs)} prompts, p = {_p(p)}",
             power=power.mixture_text(share),
             numbers={"tokens": len(draws), "power": share},
         )
@@ -118,9 +119,9 @@ class Judge:
         """Judge whether the tail of the distribution is there."""
         _, draws = split_first(self.evidence.first, self.evidence.at(1.0))
         p = draws.p_value(self._rng(1), max_simulations=self._simulations(2))
-        expected = draws.law[draws.row].sum(0)
+        expected = draws.probs[draws.row].sum(0)
         seen = np.bincount(draws.cell, minlength=len(expected))
-        cut = power.largest_cut(draws, self.each, self._rng(11)) if self.says_power else None
+        cut = power.largest_cut(draws, self.each, self._rng(11)) if self.with_power else None
         return self._statistical(
             TAIL,
             "Do unlikely first tokens come as often as the model predicts?",
@@ -136,6 +137,7 @@ class Judge:
         question = "Given the tokens before it, does each later token come as often as the model predicts?"
         if not self.evidence.features.ids_out:
             return _not_judged(LATER, question, "the server returns no token ids")
+
         draws = later_draws(self.evidence.samples)
         if not draws:
             return _not_judged(LATER, question, "every answer has one token")
@@ -179,6 +181,7 @@ class Judge:
                 alpha=self.each,
                 max_simulations=self._simulations(),
             )
+
         result = self.temperatures[requested]
         # The interval is one deviation times the quantile of alpha; power adds that of its own.
         half = (result.high - result.low) / 2
@@ -198,6 +201,8 @@ class Judge:
         question = "Are as many drafts accepted as of the checkpoint's own draft?"
         if not self.evidence.accepted or not self.evidence.own_accepted:
             return _not_judged(ACCEPTANCE, question, self.evidence.why_not_accepted)
+
+        # Answers are permuted only within a prompt, because acceptance differs between prompts.
         server, own = np.concatenate(self.evidence.accepted), np.concatenate(self.evidence.own_accepted)
         strata = tuple(
             np.concatenate([np.full(len(one), i) for i, one in enumerate(part)])
@@ -205,6 +210,7 @@ class Judge:
         )
         assert len(strata) == 2
         p = permutation_p(server, own, strata, self._rng(5), max_simulations=self._simulations())
+
         (length, error), (own_length, own_error) = _ratio(server), _ratio(own)
         size = power.difference(np.hypot(error, own_error), self.each)
         return self._statistical(
@@ -226,12 +232,16 @@ class Judge:
             lacks = "token ids" if self.evidence.features.logprobs else "log-probabilities"
             return _not_judged(LOGPROBS, question, f"the server returns no {lacks}")
 
+        # Logits before temperature are a usual mistake; at temperature 1 they would be right.
         after, moved = _compare(at, "after")
         second = [one for one in at if one.temperature != 1.0]
         before, _ = _compare(second, "before")
+
+        # Rounding in the server's number format moves a value by about `moved`.
         bounds = 3 * float(np.median(moved)) + 1e-4, 5 * float(np.quantile(moved, 0.99)) + 1e-3
         fits = _within(after, bounds)
         is_before = not fits and len(before) > 0 and _within(before, bounds)
+
         return Line(
             name=LOGPROBS,
             question=question,
@@ -250,6 +260,8 @@ class Judge:
     def greedy(self) -> Line:
         """Judge that tokens at temperature 0 are the argmax, or tie with it within rounding."""
         question = "At temperature 0, is each token the likeliest one, or within rounding of it?"
+
+        # Without ids only the texts can be compared.
         if not self.evidence.greedy:
             texts = self.evidence.greedy_texts
             wrong = [one.seen for one in texts if not one.equal]
@@ -262,6 +274,8 @@ class Judge:
         rows = [one.rows for one in self.evidence.greedy]
         gap = np.concatenate([r.gap[m] for r, m in zip(rows, inside, strict=True) if r is not None])
         moved = np.concatenate([r.moved_gap[m] for r, m in zip(rows, inside, strict=True) if r is not None])
+
+        # Rounding may exchange two tokens whose logits nearly tie.
         tolerance = max(2 * float(moved.max(initial=0)), 1e-3)
         wrong, ties = int((gap > tolerance).sum()), int(((gap > 0) & (gap <= tolerance)).sum())
         return Line(
@@ -269,7 +283,7 @@ class Judge:
             question=question,
             passed=wrong == 0,
             seen=f"{len(gap):,} tokens: {ties} tie with the likeliest within {tolerance:.2g}, {wrong} do not"
-            + (f"; the worst lies {gap.max():.2f} below" if wrong else ""),
+            + (f"; the worst is {gap.max():.2f} below" if wrong else ""),
             power=f"a share of {3 / max(len(gap), 1):.2g} of wrong tokens (power .95)",
             numbers={"tokens": len(gap), "ties": ties, "wrong": wrong, "tolerance": tolerance},
         )

@@ -1,7 +1,7 @@
 """The acceptance of a checkpoint's own draft, from the embedded engine in the server's mode and gamma.
 
-Its decoding is held to the same acceptance as SGLang's by tests; so a server that accepts another number of
-drafts drafts with other weights, or verifies otherwise.
+Tests ensure that this engine and SGLang accept equally many drafts. So a server that accepts another number
+drafts with other weights, or verifies by another rule.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def own_draft(model: Path, draft: Path | None, features: Features) -> OwnDraft |
         spec = SpecConfig(mode=SpecMode(features.mode), gamma=features.gamma)
         if draft is not None:
             spec.drafter, spec.draft_path = Drafter.EAGLE3, str(draft)
+
+        # Every answer has the same length, as the server's have.
         longest = max(len(prompt.ids) for prompt in prompts)
         rollout = RolloutConfig(
             max_running=_RUNNING,
@@ -64,6 +66,7 @@ def own_draft(model: Path, draft: Path | None, features: Features) -> OwnDraft |
             results = run_coroutine(generate())
         finally:
             engine.close()
+
         return [
             np.array([[sum(one.spec.accepted), one.spec.verify_steps] for one in some]) for some in results
         ]

@@ -111,7 +111,7 @@ def _details(about: Mapping[str, Any]) -> str:
     return table(["", ""], rows)
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {number:.1f}" for name, number in value.items())
     return str(value)

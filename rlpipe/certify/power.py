@@ -26,16 +26,16 @@ def smallest_mixture(draws: Sequence[Draws], alpha: float, rng: np.random.Genera
     draws = [one for one in draws if len(one)]
     nulls = [one.null_moments(rng, _NULLS) for one in draws]
     for share in _SHARES:
-        faulty = [_mixed(one.law, share) for one in draws]
+        faulty = [_mixed(one.probs, share) for one in draws]
         if _power(draws, faulty, nulls, alpha, rng) >= WANTED:
             return share
     return None
 
 
-def _mixed(law: np.ndarray, share: float) -> np.ndarray:
-    """Return rows of which a share of the samples is replaced by the likeliest token."""
-    mixed = (1 - share) * law
-    mixed[np.arange(len(law)), law.argmax(1)] += share
+def _mixed(probs: np.ndarray, share: float) -> np.ndarray:
+    """Return the distributions of samples of which a share is replaced by the likeliest token."""
+    mixed = (1 - share) * probs
+    mixed[np.arange(len(probs)), probs.argmax(1)] += share
     return mixed
 
 
@@ -43,7 +43,7 @@ def largest_cut(draws: Draws, alpha: float, rng: np.random.Generator) -> float |
     """Return the largest top-p that is seen with power .95 where it was left on. draws: of bands."""
     null = draws.null_moments(rng, _NULLS)
     for cut in _CUTS:
-        kept = np.clip(cut - (draws.law.cumsum(1) - draws.law), 0, draws.law)
+        kept = np.clip(cut - (draws.probs.cumsum(1) - draws.probs), 0, draws.probs)
         faulty = kept / kept.sum(1, keepdims=True)
         if _power([draws], [faulty], [null], alpha, rng) >= WANTED:
             return cut
@@ -61,14 +61,14 @@ def _power(
     detected = 0
     for _ in range(_FAULTS):
         detected += any(
-            _finds(one, one.simulate_from(law, rng), null, alpha)
-            for one, law, null in zip(draws, faulty, nulls, strict=True)
+            _finds(one, one.simulate_from(probs, rng), null, alpha)
+            for one, probs, null in zip(draws, faulty, nulls, strict=True)
         )
     return detected / _FAULTS
 
 
 def _finds(draws: Draws, cell: np.ndarray, null: tuple[float, float], alpha: float) -> bool:
-    """Return whether one of the two tests of `Draws.p_value` finds cells at level alpha, nearly."""
+    """Return whether either test of `Draws.p_value` rejects these cells at level alpha, approximately."""
     mean, variance = null
     if variance > 0 and normal_score(draws.g(cell), mean, variance) > normal_quantile(alpha / 2):
         return True

@@ -84,16 +84,17 @@ def _shared_prefix(ids: np.ndarray, keep: int) -> int:
 class Rows:
     """The reference along sampled sequences of one prompt.
 
-    likely: [n, T, CELLS - 1], the likeliest tokens of each row. law, rounded: [n, T, CELLS], probabilities of
-    these and of all others at the temperature of the samples; `rounded` in the server's number format.
+    likely: [n, T, CELLS - 1], the likeliest tokens of each row.
+    probs, rounded: [n, T, CELLS], probabilities of these and of all others at the temperature of the samples;
+    `rounded` in the server's number format.
     after, before: [n, T], log-probability of the sampled token with and without the temperature.
     gap: [n, T], by how much the best logit exceeds that of the sampled token.
-    moved_logprob, moved_gap: [n, T], what rounding moves of a log-probability and of the gap between the best
+    moved_logprob, moved_gap: [n, T], how far rounding moves a log-probability, and the gap between the best
     two logits.
     """
 
     likely: np.ndarray
-    law: np.ndarray
+    probs: np.ndarray
     rounded: np.ndarray
     after: np.ndarray
     before: np.ndarray
@@ -139,8 +140,8 @@ def _read(
     best, rounded_best = np.take_along_axis(exact, two, -1), np.take_along_axis(rounded, two, -1)
     return {
         "likely": likely,
-        "law": _cell_law(exact, likely, temperature),
-        "rounded": _cell_law(rounded, likely, temperature),
+        "probs": _cell_probs(exact, likely, temperature),
+        "rounded": _cell_probs(rounded, likely, temperature),
         "after": after,
         "before": of_sampled(exact, 1.0),
         "gap": best[..., 0] - np.take_along_axis(exact, sampled, -1)[..., 0],
@@ -149,7 +150,7 @@ def _read(
     }
 
 
-def _cell_law(logits: np.ndarray, likely: np.ndarray, temperature: float) -> np.ndarray:
+def _cell_probs(logits: np.ndarray, likely: np.ndarray, temperature: float) -> np.ndarray:
     """Return the probabilities of the likeliest tokens and of all others, [n, T, cells + 1]."""
     scaled = logits / temperature
     probs = np.exp(np.take_along_axis(scaled, likely, -1) - log_sum_exp(scaled)[..., None]).astype(np.float64)
@@ -176,7 +177,7 @@ class FirstRows:
     rounded: np.ndarray
     classes: np.ndarray
 
-    def law(self, temperature: float, *, rounded: bool = False) -> np.ndarray:
+    def probs(self, temperature: float, *, rounded: bool = False) -> np.ndarray:
         """Return probabilities of classes, [prompts, classes]."""
         scaled = (self.rounded if rounded else self.exact) / temperature
         probs = np.exp(scaled - log_sum_exp(scaled)[:, None])

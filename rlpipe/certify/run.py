@@ -106,6 +106,8 @@ async def collect(
     """
     features, started = server.features, time.monotonic()
     tokens = sizes.tokens_for(features)
+
+    # Tokens are read as ids, or recognised by their text.
     if not features.ids_out and texts is None:
         raise ValueError("the server returns no token ids, and the checkpoint has no tokenizer to read text.")
 
@@ -122,6 +124,8 @@ async def collect(
         await server.sample(prompt, count=sizes.greedy, temperature=0.0, tokens=ANSWER_TOKENS)
         for prompt in prompts
     ]
+
+    # Longer answers, because acceptance differs along a text.
     each = max(1, sizes.answers // len(prompts))
     accepted: list[np.ndarray] = []
     if features.drafts and own_draft is not None:
@@ -130,6 +134,7 @@ async def collect(
             _accepted(await server.sample(p, count=each, temperature=1.0, tokens=ANSWER_TOKENS))
             for p in prompts
         ]
+
     sampled = time.monotonic()
 
     progress("computing the reference")
@@ -138,6 +143,8 @@ async def collect(
         [prompt.ids for prompt in prompts],
         None if features.ids_out else _classes(texts, model.vocabulary),
     )
+
+    # Rows after the first token need the ids of the tokens before.
     samples = []
     for (number, temperature), some in answers.items():
         classes = _first_classes(some, texts, with_ids=features.ids_out)
@@ -162,10 +169,10 @@ async def collect(
     return evidence, {"sampling": sampled - started, "reference": ended - sampled}
 
 
-def judge(evidence: Evidence, *, alpha: float, seed: int = 0, says_power: bool = True) -> Certificate:
+def judge(evidence: Evidence, *, alpha: float, seed: int = 0, with_power: bool = True) -> Certificate:
     """Judge all lines and name the causes of those that fail. Arguments: those of `Judge`."""
     started = time.monotonic()
-    judge = Judge(evidence=evidence, alpha=alpha, seed=seed, says_power=says_power)
+    judge = Judge(evidence=evidence, alpha=alpha, seed=seed, with_power=with_power)
     lines = judge.lines()
     return Certificate(
         features=evidence.features,

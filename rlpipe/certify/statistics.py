@@ -83,12 +83,12 @@ def combined_p(p_values: Sequence[float]) -> float:
 class Draws:
     """Draws from known rows: draw i is from row `row[i]` and fell into cell `cell[i]`.
 
-    law: [rows, cells] float64, each row sums to 1. row, cell: [n].
+    probs: [rows, cells] float64, each row sums to 1. row, cell: [n].
     rounded: the rows as a server's number format computes them; samples are simulated from these and judged
-    by `law`, so that rounding of that size is no fault. None: `law`.
+    by `probs`, so that rounding of that size is not a fault. None: `probs`.
     """
 
-    law: np.ndarray
+    probs: np.ndarray
     row: np.ndarray
     cell: np.ndarray
     rounded: np.ndarray | None = None
@@ -97,9 +97,9 @@ class Draws:
 
     def __post_init__(self) -> None:
         """Prepare simulation."""
-        self.law = np.maximum(self.law, SMALLEST)
-        self._sizes = np.bincount(self.row, minlength=len(self.law))
-        self._cumulative = _cumulative(self.law if self.rounded is None else self.rounded)
+        self.probs = np.maximum(self.probs, SMALLEST)
+        self._sizes = np.bincount(self.row, minlength=len(self.probs))
+        self._cumulative = _cumulative(self.probs if self.rounded is None else self.rounded)
 
     def __len__(self) -> int:
         """Return the number of draws."""
@@ -107,28 +107,28 @@ class Draws:
 
     def simulate(self, rng: np.random.Generator) -> np.ndarray:
         """Return cells of as many draws from the same rows, [n]."""
-        return _draw(self._cumulative, self.row, self.law.shape[1], rng)
+        return _draw(self._cumulative, self.row, self.probs.shape[1], rng)
 
-    def simulate_from(self, law: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def simulate_from(self, probs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Return cells of as many draws from other rows of the same shape, [n]."""
-        return _draw(_cumulative(law), self.row, law.shape[1], rng)
+        return _draw(_cumulative(probs), self.row, probs.shape[1], rng)
 
     def g(self, cell: np.ndarray | None = None) -> float:
         """Compute G of the draws, or of others from the same rows."""
         cell = self.cell if cell is None else cell
-        keys, counts = np.unique(self.row * self.law.shape[1] + cell, return_counts=True)
-        expected = self._sizes[keys // self.law.shape[1]] * self.law.ravel()[keys]
+        keys, counts = np.unique(self.row * self.probs.shape[1] + cell, return_counts=True)
+        expected = self._sizes[keys // self.probs.shape[1]] * self.probs.ravel()[keys]
         return 2 * float((counts * np.log(counts / expected)).sum())
 
     def likelihood(self, cell: np.ndarray | None = None) -> float:
         """Compute sum ln p of the draws, or of others from the same rows."""
         cell = self.cell if cell is None else cell
-        return float(np.log(self.law[self.row, cell]).sum())
+        return float(np.log(self.probs[self.row, cell]).sum())
 
     def likelihood_moments(self) -> tuple[float, float]:
         """Return mean and variance of sum ln p under the hypothesis, exactly."""
-        true = self.law if self.rounded is None else self.rounded
-        logs = np.log(self.law)
+        true = self.probs if self.rounded is None else self.rounded
+        logs = np.log(self.probs)
         mean = (true * logs).sum(1)
         variance = (true * (logs - mean[:, None]) ** 2).sum(1)
         return float(self._sizes @ mean), float(self._sizes @ variance)
@@ -158,11 +158,11 @@ class Draws:
         return float(null.mean()), float(null.var())
 
 
-def _cumulative(law: np.ndarray) -> np.ndarray:
+def _cumulative(probs: np.ndarray) -> np.ndarray:
     """Return the distribution functions of all rows as one increasing sequence, [rows * cells]."""
-    steps = np.maximum(law, 0).cumsum(1)
+    steps = np.maximum(probs, 0).cumsum(1)
     steps /= steps[:, -1:]
-    return (steps + np.arange(len(law))[:, None]).ravel()
+    return (steps + np.arange(len(probs))[:, None]).ravel()
 
 
 def _draw(cumulative: np.ndarray, row: np.ndarray, cells: int, rng: np.random.Generator) -> np.ndarray:

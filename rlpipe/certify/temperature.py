@@ -1,4 +1,4 @@
-"""The temperature of samples, by the statistic that has all that is known of it.
+"""The temperature of samples, estimated and tested by its sufficient statistic.
 
 The distributions at all temperatures are one exponential family: p_T(x) is proportional to exp(z(x) / T). The
 sum of ln p over the samples is sufficient for T, so the test of the requested temperature is exact and the
@@ -44,19 +44,23 @@ def estimate(
     max_simulations: int,
 ) -> Estimate:
     """Test the requested temperature on first tokens. prompt, token: [n], row and class of each."""
+    # A text that is none of the tokens has no class.
     known = token >= 0
     prompt, token = prompt[known], token[known]
-    law = np.maximum(first.law(requested), SMALLEST)
-    score = np.log(law)
-    draws = Draws(law=law, rounded=first.law(requested, rounded=True), row=prompt, cell=token)
+
+    # The sum of ln p has all that samples show about a temperature: it is the sufficient statistic.
+    probs = np.maximum(first.probs(requested), SMALLEST)
+    score = np.log(probs)
+    draws = Draws(probs=probs, rounded=first.probs(requested, rounded=True), row=prompt, cell=token)
     observed = float(score[prompt, token].sum())
 
-    sizes = np.bincount(prompt, minlength=len(law))
+    sizes = np.bincount(prompt, minlength=len(probs))
 
     def expected(temperature: float) -> float:
-        at = first.law(temperature, rounded=True)
+        at = first.probs(temperature, rounded=True)
         return float((sizes * (at * score).sum(1)).sum())
 
+    # How far the sum of scores is from its expectation, compared with simulated samples.
     centre = expected(requested)
     p = monte_carlo_p(
         [abs(observed - centre) - 1e-9],
@@ -64,8 +68,9 @@ def estimate(
         max_simulations=max_simulations,
     )
 
+    # The interval: the temperatures whose expectation is one quantile of its deviation away.
     value = _solve(expected, observed)
-    at = first.law(value, rounded=True)
+    at = first.probs(value, rounded=True)
     mean = (at * score).sum(1, keepdims=True)
     deviation = float(np.sqrt((sizes * (at * (score - mean) ** 2).sum(1)).sum()))
     half = normal_quantile(alpha / 2) * deviation

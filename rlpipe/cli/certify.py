@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="rlpipe certify",
         description="Sample a server and test whether its tokens have its model's distribution: SGLang, or "
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _certify(options: argparse.Namespace) -> Certificate:
-    """Sample and judge. Raises ValueError."""
+    """Sample the server, and return the certificate of its samples. Raises ValueError for bad options."""
     _check(options)
 
     import asyncio
@@ -103,8 +104,11 @@ def _certify(options: argparse.Namespace) -> Certificate:
             options.url, prompts[0], key=options.key, name=options.name, extra=options.body
         )
         try:
+            # An option states what the server does not report.
             features = server.features
             features.dtype = options.dtype or served_dtype(features.dtype, _stored_dtype(path))
+
+            # The checkpoint's draft, or the reason why acceptance is not compared with it.
             draft = own_draft(path, options.draft, features)
             chat = features.dialect == "OpenAI chat"
             evidence, seconds = await collect(
@@ -119,6 +123,7 @@ def _certify(options: argparse.Namespace) -> Certificate:
             )
         finally:
             await server.close()
+
         certificate = judge(evidence, alpha=options.alpha, seed=options.seed)
         certificate.seconds |= seconds
         return certificate
@@ -192,7 +197,7 @@ def _as_messages(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the number format of a checkpoint, which servers keep unless they are told otherwise."""
+    """Return the number format of a checkpoint, which servers keep unless an option says otherwise."""
     from rlpipe.models.checkpoint import read_config
 
     config: dict[str, Any] = read_config(path)

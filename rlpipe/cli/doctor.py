@@ -142,8 +142,8 @@ def check_others(pins: dict[str, str]) -> Finding:
 def check_fit() -> Finding:
     """Check with pip the versions of an installed wheel's dependencies, in one line."""
     done = subprocess.run([*PIP[:3], "check"], capture_output=True, text=True)
-    said = (done.stdout + done.stderr).strip().splitlines()
-    summary = "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    summary = "; ".join(lines[:4]) + ("; ..." if len(lines) > 4 else "")
     return ok_if(done.returncode == 0, "all versions", summary, install_all(), otherwise=Level.WARN)
 
 
@@ -194,14 +194,14 @@ def check_sandbox() -> Iterator[Finding]:
     ]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+    lines = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
     remedy = (
         "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), "
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
         "docker run --privileged (in a container)"
     )
 
-    yield ok_if(done.returncode == 0, "sandbox start", "works" if done.returncode == 0 else said[0], remedy)
+    yield ok_if(done.returncode == 0, "sandbox start", "works" if done.returncode == 0 else lines[0], remedy)
     yield from check_bounds()
 
 
@@ -231,17 +231,21 @@ def check_bounds() -> Iterator[Finding]:
 
     # Control groups enforce the limits; without them memory is only checked periodically.
     groups = runpy.run_path(str(PACKAGE / "envs" / "sandbox" / "cgroup.py"))
-    lent = groups["controllers"]()
-    versions = {2 if groups["is_version_2"](parent) else 1 for parent in lent.values()}
+    controllers = groups["controllers"]()
+    versions = {2 if groups["is_version_2"](parent) else 1 for parent in controllers.values()}
     pipes = Path("/proc/sys/fs/pipe-user-pages-soft").read_text().strip()
     looks = (
         "memory by a look every 0.1 s, which a burst outruns and which sees no buffers of sockets; pipes by "
     )
     yield ok_if(
-        "memory" in lent,
+        "memory" in controllers,
         "sandbox groups",
-        (f"control groups, version {versions.pop()}: {', '.join(lent)}" if lent else "no control groups")
-        + (f"; {looks}pipe-user-pages-soft={pipes}" if "memory" not in lent else "")
+        (
+            f"control groups, version {versions.pop()}: {', '.join(controllers)}"
+            if controllers
+            else "no control groups"
+        )
+        + (f"; {looks}pipe-user-pages-soft={pipes}" if "memory" not in controllers else "")
         + "; of each process by RLIMIT_AS, RLIMIT_NPROC, RLIMIT_CPU",
         "run in a unit with delegated controllers (systemd-run --user --scope -p Delegate=yes COMMAND), or "
         "in a container that may write its groups (docker run --privileged)",
@@ -355,8 +359,12 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
         check(config)
 
         # The estimates come first, so that they are printed even if the launch is refused.
-        card = gpu_bytes(config)
-        for memory in (*estimate(config, card), checkpoint_of_run(config, card), store_memory(config)):
+        gpu_memory = gpu_bytes(config)
+        for memory in (
+            *estimate(config, gpu_memory),
+            checkpoint_of_run(config, gpu_memory),
+            store_memory(config),
+        ):
             if memory is None:
                 continue
             yield Finding(level=Level.INFO, name="memory", found=str(memory))

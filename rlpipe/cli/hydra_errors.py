@@ -20,14 +20,14 @@ from rlpipe.config.paths import shipped
 _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
 
 
-def explaining(play: Callable[[], int]) -> int:
+def explaining(command: Callable[[], int]) -> int:
     """Run a Hydra command line; return its exit status, which is 2, with one message, if it is refused."""
     # Makes Hydra raise its errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = settings_first(sys.argv[1:])
     try:
         check_arguments(sys.argv[1:])
-        return play()
+        return command()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         return refused(error)
 
@@ -108,6 +108,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def _check_word(word: str, groups: set[str]) -> None:
+    """Refuse a common mistake in one word of the command line. Raises ValueError."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+~")
     if name.startswith("hydra"):
@@ -218,6 +219,7 @@ def _key(error: Exception, text: str) -> str:
 
 
 def _missing(error: MissingConfigException, arguments: Sequence[str]) -> str:
+    """Return the message for a recipe or group file that does not exist."""
     group, _, name = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
     given = get_args_parser().parse_known_args(list(arguments))[0].config_name or ""
     if not group or given.removesuffix(".yaml") == f"{group}/{name}":

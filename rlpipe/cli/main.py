@@ -241,7 +241,7 @@ def unknown_command(name: str, known: Sequence[str]) -> str:
     """Return the error message for a first word that is not a subcommand."""
     from rlpipe.config.limits import did_you_mean
 
-    # Settings without a subcommand: most likely `run` was forgotten.
+    # Settings without a subcommand: most likely `run` is missing.
     if "=" in name:
         return f"{name!r} is a setting, and the command comes first. Did you mean `rlpipe run {name} ...`?"
     return f"unknown command {name!r}.{did_you_mean(name, known)} Choose one of {', '.join(known)}."

@@ -38,28 +38,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.do == "list":
         for worker in json.loads((place / "workers.json").read_text()):
             state = "leaves" if worker["leaving"] else "serves"
-            print(f"rollout worker {worker['worker']}: {state}, {worker['playing']} groups in flight")
+            print(f"rollout worker {worker['worker']}: {state}, {worker['in_flight']} groups in flight")
         return 0
 
     # The run reads the request from its folder and answers in another file.
-    asked: dict[str, Any] = {"do": args.do}
-    asked |= {"count": args.count} if args.do == "add" else {"worker": args.worker, "grace": args.grace}
+    request: dict[str, Any] = {"do": args.do}
+    request |= {"count": args.count} if args.do == "add" else {"worker": args.worker, "grace": args.grace}
     file = place / f"{uuid.uuid4().hex[:8]}.json"
-    write(file, asked)
+    write(file, request)
     return _wait(file, run_dir)
 
 
 def _wait(file: Path, run_dir: Path) -> int:
     """Print the outcome of a request; return the exit status."""
-    answer, asked_at, accepted = file.with_suffix(ANSWER), time.monotonic(), False
+    answer, requested_at, accepted = file.with_suffix(ANSWER), time.monotonic(), False
     while True:
         outcome = json.loads(answer.read_text()) if answer.exists() else {"state": "unread"}
 
         if outcome["state"] == "done":
-            print(outcome["said"])
+            print(outcome["message"])
             return 0
         if outcome["state"] == "refused":
-            return _fail(outcome["said"])
+            return _fail(outcome["message"])
         if outcome["state"] == "accepted" and not accepted:
             print("requested; the run continues meanwhile", flush=True)
             accepted = True
@@ -67,7 +67,7 @@ def _wait(file: Path, run_dir: Path) -> int:
         # The run deletes the folder when it ends; a hanging run never reads the request.
         if not file.exists():
             return _fail(f"the run in {run_dir} has ended, or was started again.")
-        if not accepted and time.monotonic() - asked_at > _PATIENCE_S:
+        if not accepted and time.monotonic() - requested_at > _PATIENCE_S:
             file.unlink(missing_ok=True)
             return _fail(f"no run answers in {run_dir} for {_PATIENCE_S:.0f} s: it has ended, or hangs.")
 
@@ -80,6 +80,7 @@ def _fail(sentence: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="rlpipe pool",
         description=__doc__,

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace) -> int:
+    """Write the report, and its plots as pictures if requested; return the exit status."""
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("compare.html"))
     write_report(options.runs, out)
     print(f"report: {out}")
@@ -54,6 +55,7 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
+    """Serve the live report until Ctrl-C; return the exit status."""
     with make_server(options.runs, options.host, options.port) as server:
         host, port = server.server_address[:2]
         print(f"live report: http://{host}:{port} (Ctrl-C ends it)", flush=True)

@@ -134,16 +134,16 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
 def _kept(config: Config, error: Exception) -> str:
     """Write the traceback of an error into the run directory; return the error as one sentence."""
     first = str(error).partition("\n")[0]
-    said = first if isinstance(error, RuntimeError) and first else f"{type(error).__name__}: {first}"
+    message = first if isinstance(error, RuntimeError) and first else f"{type(error).__name__}: {first}"
 
     file = resolve(config.run.dir) / "traceback.txt"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(traceback.format_exception(error)))
     except OSError as full:
-        return f"{said} (its traceback could not be written to {file}: {full.strerror or full})"
+        return f"{message} (its traceback could not be written to {file}: {full.strerror or full})"
 
-    return f"{said} (traceback: {file})"
+    return f"{message} (traceback: {file})"
 
 
 def compose(arguments: Sequence[str], work: Work | None = None, *, command: str = "run") -> int:
@@ -170,11 +170,11 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
 
         return None
 
-    def play() -> int:
+    def run_jobs() -> int:
         composed()
         return sweep.finish() if sweep.jobs else status
 
-    return explaining(play)
+    return explaining(run_jobs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,8 +95,8 @@ class AdaptConfig:
         at_least(1, self, "adapt", "prompts", "samples", "batch", "eval_samples")
         at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_generated", "eval_offset")
         share(self, "adapt", "warmup", "context_weight")
-        asked = set(self.eval_modes)
-        if not asked or asked - set(CHAINS) or len(asked) < len(self.eval_modes):
+        modes = set(self.eval_modes)
+        if not modes or modes - set(CHAINS) or len(modes) < len(self.eval_modes):
             raise ValueError(
                 f"adapt.eval_modes={self.eval_modes} must name one or more of {', '.join(CHAINS)}, each "
                 "once: acceptance is measured at a positive temperature, on chains of drafts."

@@ -295,7 +295,7 @@ class AlgoConfig:
 
         if ratio and self.mask_low is None and self.mask_high < 1:
             raise ValueError(
-                f"algo.mask_high={self.mask_high} lies below 1 / algo.mask_high, the default lower bound: "
+                f"algo.mask_high={self.mask_high} is below 1 / algo.mask_high, the default lower bound: "
                 "set algo.mask_low."
             )
 

@@ -86,14 +86,14 @@ class DataConfig:
         self.filter, self.template = absolute(self.filter), _absolute_template(self.template)
         at_least(0, self, "data", "limit", "max_prompt_tokens", remedy="0 sets no limit")
         self.held_out = _held_out(self.held_out)
-        self._check_apart()
+        self._check_disjoint()
         if self.format is DataFormat.AUTO and self.subset and Path(self.train).is_file():
             raise ValueError(
                 f"data.subset={self.subset} with data.train={self.train}: only Hugging Face data sets have "
                 "subsets, and this is a file. Leave it out."
             )
 
-    def _check_apart(self) -> None:
+    def _check_disjoint(self) -> None:
         """Refuse to validate on the rows that are trained on. Raises ValueError."""
         same_split = self.held_out_name == f"{SPLIT_PREFIX}{self.split}"
         if self.held_out_name and (same_split or self._path(self.held_out_name) == self._path(self.train)):

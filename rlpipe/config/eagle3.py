@@ -208,8 +208,8 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
     named = f"{setting}={str(path)!r}"
     if ARCHITECTURE not in config.get("architectures", []):
         raise ValueError(
-            f"{named} has architectures={config.get('architectures')}, not {ARCHITECTURE}: it is no EAGLE-3 "
-            "draft. Name the directory of one."
+            f"{named} has architectures={config.get('architectures')}, not {ARCHITECTURE}: it is not an "
+            "EAGLE-3 draft. Name the directory of one."
         )
 
     # Options that change the equations.

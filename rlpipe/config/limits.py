@@ -17,21 +17,21 @@ def did_you_mean(given: str, known: Iterable[str], *, most: int = 1) -> str:
     return f" Did you mean {', '.join(close)}?" if close else ""
 
 
-def at_least(least: float, settings: Any, section: str, *names: str, remedy: str = "") -> None:
+def at_least(least: float, settings: object, section: str, *names: str, remedy: str = "") -> None:
     """Refuse named fields of a section that are below `least`. Raises ValueError; remedy: a hint."""
     for name in names:
         if getattr(settings, name) < least:
             _refuse(settings, section, name, f"must be at least {least}", remedy)
 
 
-def positive(settings: Any, section: str, *names: str, remedy: str = "") -> None:
+def positive(settings: object, section: str, *names: str, remedy: str = "") -> None:
     """Refuse named fields of a section that are not above 0. Raises ValueError; remedy: a hint."""
     for name in names:
         if getattr(settings, name) <= 0:
             _refuse(settings, section, name, "must be positive", remedy)
 
 
-def share(settings: Any, section: str, *names: str) -> None:
+def share(settings: object, section: str, *names: str) -> None:
     """Refuse named fields of a section that are outside 0..1. Raises ValueError."""
     for name in names:
         if not 0 <= getattr(settings, name) <= 1:
@@ -44,7 +44,7 @@ def learning_rates(settings: Any, section: str) -> None:
         raise ValueError(f"{section}.min_lr={settings.min_lr} must lie in 0..{section}.lr={settings.lr}.")
 
 
-def _refuse(settings: Any, section: str, name: str, limit: str, remedy: str) -> None:
+def _refuse(settings: object, section: str, name: str, limit: str, remedy: str) -> None:
     """Raise the error of a field that exceeds a limit."""
     value = getattr(settings, name)
     raise ValueError(f"{section}.{name}={value} {limit}{f': {remedy}' if remedy else ''}.")

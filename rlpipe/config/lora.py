@@ -53,9 +53,9 @@ class LoraConfig:
 
 
 def check_lora(config: LoraConfig, hf_config: Mapping[str, Any]) -> None:
-    """Refuse LoRA adapters that a model cannot have. Raises ValueError with what, the value and a hint.
+    """Refuse LoRA adapters that a model cannot have.
 
-    hf_config: the checkpoint's `config.json`.
+    hf_config: the checkpoint's `config.json`. Raises ValueError with the problem, the value and a hint.
     """
     # The trainer has no adapters for these layers.
     experts = hf_config.get("moe_intermediate_size")

@@ -37,10 +37,10 @@ class MetricsConfig:
     """Project of the W&B records."""
 
     tensorboard: bool = False
-    """Write tensorboard/ in the run directory (needs rlpipe[dashboards])."""
+    """Write tensorboard/ in the run directory (needs the extra `dashboards`)."""
 
     prometheus_port: int = 0
-    """Port that serves the newest values to Prometheus (needs rlpipe[dashboards]); 0: none."""
+    """Port that serves the newest values to Prometheus (needs the extra `dashboards`); 0: none."""
 
     prometheus_host: str = "127.0.0.1"
     """Address on which that port listens; 0.0.0.0 for a scraper on another machine."""

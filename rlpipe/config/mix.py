@@ -84,7 +84,7 @@ def built(cls: type[C], values: Mapping[str, Any], where: str) -> C:
     return cls(**arguments)
 
 
-def _typed(value: Any, default: Any, where: str) -> Any:
+def _typed(value: object, default: Any, where: str) -> Any:
     """Return the value of a setting whose default is known. Raises ValueError for one of another type."""
     if is_dataclass(default):
         if isinstance(value, Mapping):

@@ -110,7 +110,7 @@ class RolloutConfig:
             )
 
     @property
-    def cards(self) -> int:
+    def gpus_per_worker(self) -> int:
         """Number of GPUs of one engine, if it runs on GPUs."""
         return self.sglang.tp if self.engine is EngineKind.SGLANG else 1
 

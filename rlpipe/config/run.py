@@ -292,8 +292,8 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
     sglang = rollout.sglang
     on_gpu = gpus if rollout.device == "auto" else rollout.device.startswith("cuda")
     shares = config.cluster.share_gpus
-    apart = on_gpu and not shares
-    remote = (hosts > 1 and not shares) or apart
+    separate_gpus = on_gpu and not shares
+    remote = (hosts > 1 and not shares) or separate_gpus
 
     # A server can map memory only of its own host and GPU.
     if sglang.weight_transfer is WeightTransfer.IPC and config.broadcasts_weights and remote:

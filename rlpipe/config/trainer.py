@@ -191,7 +191,7 @@ def check_parallel(
     """Refuse parallel sizes that cannot work for a model, before anything is started.
 
     hf_config: the checkpoint's `config.json`. world_size: ranks that exist, when known.
-    Raises ValueError with what, the value and a hint.
+    Raises ValueError with the problem, the value and a hint.
     """
     # Sizes of the model that tensor parallelism divides.
     heads = int(hf_config["num_attention_heads"])

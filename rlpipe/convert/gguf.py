@@ -1,7 +1,8 @@
 """Converts a GGUF file (llama.cpp's format) to a Hugging Face checkpoint in bfloat16.
 
-Weights and tokenizer are read by transformers with the package `gguf`. Its tokenizer takes the beginning of a
-turn for the end, so the special tokens are written from the file's metadata, which its config.json has.
+Weights and tokenizer are read by transformers with the package `gguf`. Its tokenizer
+mistakes the token that begins a turn for the one that ends it, so the special tokens are written from the
+file's metadata, as in its config.json.
 """
 
 from __future__ import annotations

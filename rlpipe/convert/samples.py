@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +57,7 @@ def read_samples(file: Path, vocabulary: int) -> list[Sample]:
     return samples
 
 
-def _sample(line: Any, where: str, vocabulary: int) -> Sample:
+def _sample(line: object, where: str, vocabulary: int) -> Sample:
     """Return the sequence of a line. Raises ValueError."""
     ids, mask = (line.get("token_ids"), line.get("loss_mask")) if isinstance(line, dict) else (line, None)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):

@@ -13,7 +13,8 @@ and no others. A part that was not measured is absent: without a probe set `mism
 staleness leave, and there is no `contexts`.
 
 The slope: that of an intervention (`metrics.probe.slope`); else that across the fixed contexts of the first
-probe; else that between the early steps. Of the last two, an interval covers its part for either.
+probe; else that between the early steps. Where both of the last two exist, the
+interval of a part covers it for either.
 
 Flow: values of a step -> `see`, tables of a probe -> `probed`; then `at` or `metrics`. `of_run` replays one.
 """
@@ -63,7 +64,7 @@ class Split:
     early, late: first and last step of each. entropy_change: nat.
     parts: by name of `PARTS`, those that were measured; `total` is the sum of the others.
     slopes: acceptance per nat, by where it comes from; the values of the parts are along the first.
-    rests: the change minus what goes along with entropy, by slope.
+    rests: the change minus the part that a slope attributes to entropy, by slope.
     """
 
     early: tuple[int, int]
@@ -210,7 +211,7 @@ class AcceptanceSplit:
         return metrics
 
     def standing_staleness(self) -> Interval | None:
-        """Return the mean staleness at depth 1 over all probes, which no change shows; None below 6."""
+        """Return the mean staleness at depth 1 over all probes; None for fewer than 6. A change hides it."""
         readings = [r for r in self._stale.get(1, []) if isfinite(r[2])]
         return _mean(readings) if len(readings) >= 6 else None
 
@@ -220,6 +221,7 @@ class AcceptanceSplit:
         return min(len(changes) + 1 if changes else 0, len(self._stale.get(1, [])))
 
     def _slopes(self, depth: int, first: np.ndarray) -> dict[str, Interval]:
+        """Return the estimates of acceptance per nat of entropy, by the way they were made."""
         if self._slope is not None:
             return {"measured by intervention": self._slope}
 
@@ -278,8 +280,9 @@ def of_run(run: RunData) -> AcceptanceSplit:
 def _slope_between(first: np.ndarray) -> Interval | None:
     """Return the slope between the early steps; None where it has no bounds.
 
-    A second measurement of the entropy keeps noise in the first from flattening the slope. Where it bounds
-    none, a robust slope takes the entropy as it is, but not if the measurements differ: that one is flat.
+    Noise in the entropy would flatten the slope, so a second measurement is its instrument. If that gives no
+    bounds, a robust slope on the first one is used, unless the two differ so much that noise has flattened
+    it.
     """
     rate, entropy, second = first[:, 1], first[:, 2], first[:, 3]
     if np.isfinite(second).all():
@@ -333,7 +336,7 @@ def _change(first: np.ndarray, late: np.ndarray, slope: float) -> Interval:
 def _late(
     readings: Sequence[tuple[float, float, float]], early: tuple[int, int], late: tuple[int, int]
 ) -> list[tuple[float, float, float]]:
-    """Return the readings of the late span, or the last two behind the early phase."""
+    """Return the readings of the late span; if fewer than two, the last two after the early phase."""
     behind = [r for r in readings if early[1] < r[0] <= late[1]]
     within = [r for r in behind if r[0] >= late[0]]
     return within if len(within) > 1 else behind[-2:]
@@ -375,5 +378,5 @@ def _depth(name: str) -> int:
     return int(depth) if depth.isdecimal() else OVERALL
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else float("nan")

@@ -156,8 +156,8 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
     """Compare values of gamma by tokens per cost, (1 + sum_{k <= gamma} reach_k) / (1 + draft_cost gamma).
 
     reach_k is the share of verify steps that accept depth k, the product of the conditional rates; beyond
-    gamma it falls on by the last of them. Verification of gamma + 1 tokens costs as much as of one, as where
-    decoding is bound by memory.
+    gamma the last of these rates is assumed for every depth. Verifying gamma + 1 tokens is assumed to cost as
+    much as one, which holds where decoding is bound by memory.
 
     Source: Leviathan et al., Thm 3.8.
     """
@@ -274,7 +274,7 @@ def no_speedup(setup: Setup, records: Records) -> str | None:
 def few_env_threads(setup: Setup, records: Records) -> str | None:
     """Find attempts that queue for an environment's thread far longer than they use it, with idle engines.
 
-    A queue of less than 5 s is no sign of it: on a busy machine every thread is slow.
+    A queue of less than 5 s is not a sign of it: on a busy machine every thread is slow.
     """
     waiting, running = (_mean(records, name) for name in ("timing_s/sandbox", "env/sandbox/seconds/mean"))
     busy = _mean(records, "perf/utilisation/rollout")

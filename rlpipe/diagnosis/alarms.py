@@ -98,7 +98,7 @@ class Watch:
         self.limit = rule.threshold * usual
         return value < self.limit if rule.test is AlarmTest.DROP else value > self.limit
 
-    def _diverges(self, value: Any, against: Any) -> bool | None:
+    def _diverges(self, value: object, against: Any) -> bool | None:
         """Return whether the metric grew by more than the threshold since `against` was at its best."""
         if isinstance(value, (int, float)):
             self._since.append(value)

@@ -62,16 +62,16 @@ class Cut:
     """One bin of a breakdown.
 
     label: of the bin.
-    rate: kept / judged.
+    rate: accepted / verified.
     se: standard error of the rate; None for a single trajectory.
-    judged: number of verified draft tokens.
+    verified: number of verified draft tokens.
     entropy: mean over these tokens, nat.
     """
 
     label: str
     rate: float
     se: float | None
-    judged: int
+    verified: int
     entropy: float
 
 
@@ -152,7 +152,7 @@ def _cut(drafts: VerifiedDrafts, chosen: np.ndarray, label: str) -> Cut:
     # Tokens of one trajectory are correlated.
     error = clustered_error(kept - rate, drafts.trajectory[chosen])
     se = None if isnan(error) else error / count
-    return Cut(label=label, rate=rate, se=se, judged=count, entropy=float(drafts.entropy[chosen].mean()))
+    return Cut(label=label, rate=rate, se=se, verified=count, entropy=float(drafts.entropy[chosen].mean()))
 
 
 def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:

@@ -114,6 +114,7 @@ def readings_of(measure: Measure, arms: Sequence[RunData]) -> list[Reading]:
 
 
 def _sentence(measure: Measure, readings: list[Reading]) -> str:
+    """Return the readings of a measure, and how each arm differs from the first one."""
     listed = "; ".join(f"{r.arm}: {r.text(measure.spec)}" for r in readings)
     base, *others = readings
     if not others:
@@ -129,9 +130,9 @@ def _sentence(measure: Measure, readings: list[Reading]) -> str:
 
         opposite = {"higher": "lower", "slower": "faster"}[measure.better]
         word = measure.better if change.low > 0 else opposite if change.high < 0 else ""
-        verdict = f"is {word} than {base.arm} beyond chance" if word else f"against {base.arm}: undecided"
+        outcome = f"is {word} than {base.arm} beyond chance" if word else f"against {base.arm}: undecided"
         ends = f"[{change.low:+{measure.spec}}, {change.high:+{measure.spec}}]"
-        clauses.append(f"{reading.arm} {verdict}, {change.value:+{measure.spec}} {ends}")
+        clauses.append(f"{reading.arm} {outcome}, {change.value:+{measure.spec}} {ends}")
     return f"{'; '.join(clauses)}. ({listed}.)"
 
 
@@ -145,6 +146,7 @@ def _incomplete(arms: Sequence[RunData]) -> Iterator[str]:
 
 
 def _meaning(arms: Sequence[RunData]) -> str:
+    """Return what the intervals of a comparison cover."""
     pooled, single = any(arm.seeds for arm in arms), any(not arm.seeds for arm in arms)
     parts = []
     if pooled:

@@ -114,7 +114,7 @@ def decompose(
 
 
 def _error(acceptance: np.ndarray, entropy: np.ndarray, slope: Estimate) -> float:
-    """Return the error of a span's mean acceptance at its entropy; drift within the span is no error."""
+    """Return the error of a span's mean acceptance at its entropy; drift within the span does not count."""
     residuals = detrended(acceptance - slope.value * entropy)
     if len(residuals) > 2:
         return error_of_mean(residuals, fitted=min(3, len(residuals) - 1))

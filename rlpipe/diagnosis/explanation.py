@@ -3,8 +3,8 @@
 Owns the words and the thresholds; every number in them is one of `acceptance_split/*` at the last step, as in
 the plots. With a probe set the statement is about depth 1, where fixed contexts tell entropy from the draft,
 and a part is a certain cause only where it is clear of 0 whichever slope is right. Without one, the split can
-show that entropy moved along, never that it is the reason. Excursions in between, which a difference of the
-ends does not show, are sentences of their own.
+show that entropy moved at the same time, never that it is the reason. Excursions in between, which a
+difference of the ends does not show, are sentences of their own.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _parts_at(splits: AcceptanceSplit, step: int) -> str:
 
 
 def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> Finding:
+    """Name the part of the split that explains the change, or that none does with certainty."""
     setup, causes = Setup.from_settings(run.settings), split.causes()
     head = f"Acceptance at depth 1 {_moved(split.total)} {_spans(split)}"
     remark = " ".join(filter(None, (_which_slope(split), excursion(run, split, splits))))
@@ -139,7 +140,7 @@ def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, 
     if standing is not None and standing.clear and standing.value <= -MIN_STANDING:
         text = (
             f"{head}, but throughout engines kept {points(standing)} next to what the newest weights "
-            "would have: a constant staleness, which no change shows."
+            "would have: a constant staleness, which does not appear as a change."
         )
         return Finding(name="standing_staleness", text=text, hint=_staleness_hint(setup))
 
@@ -154,7 +155,7 @@ def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, 
 
 
 def _explain_by_steps(split: Split) -> Finding:
-    """Explain by steps only: entropy moved along, or it did not; never a reason."""
+    """Explain by steps only: whether entropy moved at the same time, which is never called a reason."""
     head = f"Acceptance, all depths, {_moved(split.total)} {_spans(split)}"
     if not _is_clear(split.total):
         return Finding(name="nothing", text=f"{head}: no change beyond chance.", sure=False)

@@ -68,9 +68,9 @@ def _read_set(run: RunData, label: str, metric: str) -> HeldOut:
 
 
 def reward_intervals(run: RunData, metric: str) -> list[Interval]:
-    """Return the 95% interval of every reading: Wilson's where the reward is a rate, else of its error.
+    """Return the 95% interval of every reading: Wilson's of a rate, otherwise by its standard error.
 
-    Of the mean of several seeds it is over seeds, unless all of them read the same.
+    For the mean of several seeds the interval is over the seeds, unless all of them read the same.
     """
     if run.seeds:
         return _over_seeds(run, metric)
@@ -83,6 +83,7 @@ def reward_intervals(run: RunData, metric: str) -> list[Interval]:
 
 
 def _over_seeds(run: RunData, metric: str) -> list[Interval]:
+    """Return the interval of a held-out metric over seeds, for each step."""
     by_seed = [dict(zip(*seed.series(metric), strict=True)) for seed in run.seeds]
     intervals = []
     for step, _ in zip(*run.series(metric), strict=True):

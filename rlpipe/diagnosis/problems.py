@@ -94,6 +94,7 @@ def late(run: RunData, name: str) -> float:
 
 
 def _disk_full(run: RunData) -> str | None:
+    """Report a disk that was full during the run."""
     full = [
         e for e in run.events if e.get("kind") == "disk_full" or "No space left" in str(e.get("error", ""))
     ]
@@ -114,6 +115,7 @@ def _dying_processes(run: RunData) -> str | None:
 
 
 def _broken_environment(run: RunData) -> str | None:
+    """Report that a tenth of the attempts or more were masked."""
     share = fmean(run.series("env/masked_share")[1] or [0.0])
     if share < 0.1:
         return None
@@ -125,6 +127,7 @@ def _broken_environment(run: RunData) -> str | None:
 
 
 def _unstable_updates(run: RunData) -> str | None:
+    """Report skipped updates, or large gradients with a falling reward."""
     norms, skipped = run.series("actor/grad_norm")[1], sum(run.series("actor/skipped_steps")[1])
     usual = median(norms) if norms else 0.0
     spikes = sum(norm > 10 * usual for norm in norms) if usual else 0
@@ -151,6 +154,7 @@ def _reward_hacking(run: RunData) -> str | None:
 
 
 def _held_out_left_behind(run: RunData) -> str | None:
+    """Report a training reward that rises beyond chance while the held-out one does not follow."""
     train = change_of(run, REWARD)
     held_out = next((s.change for s in held_out_sets(run) if s.change is not None), None)
     if _reward_hacking(run) or train is None or held_out is None:
@@ -159,7 +163,7 @@ def _held_out_left_behind(run: RunData) -> str | None:
         return None
     return (
         f"Training reward moved by {train.value:+.2f} and the held-out one by {held_out.value:+.2f}, less "
-        "beyond chance: the policy learns its prompts by heart, or cheats their grader."
+        "beyond chance: the policy memorises its prompts, or exploits their grader."
     )
 
 
@@ -188,6 +192,7 @@ def _majority(run: RunData) -> bool:
 
 
 def _entropy_collapse(run: RunData) -> str | None:
+    """Report an entropy that fell to a fifth without a gain of reward."""
     entropy, reward = ends_of(run, "rollout/entropy"), change_of(run, REWARD)
     if entropy is None or entropy[1] > 0.2 * entropy[0]:
         return None

@@ -221,7 +221,7 @@ def instrumented_slope(
 
 
 def _nonpositive_range(square: float, half_linear: float, constant: float) -> tuple[float, float]:
-    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line when that is no interval."""
+    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line where that is no interval."""
     if square <= 0:
         return -inf, inf
     root = sqrt(max(0.0, half_linear * half_linear - square * constant))

@@ -38,8 +38,8 @@ def name_by_settings(runs: Sequence[RunData]) -> None:
 def pool_seeds(runs: Sequence[RunData]) -> list[RunData]:
     """Return the arms of a comparison: runs that differ in run.seed only become one, the mean over them.
 
-    Runs with the same seed are repeats of one draw in name only, and stay separate; so do those that ended
-    before their first step, which have nothing to be averaged.
+    Runs with the same seed stay separate, since they are not independent; so do those that ended before their
+    first step, which have nothing to average.
     """
     by_settings: dict[str, list[RunData]] = {}
     for run in runs:
@@ -103,6 +103,7 @@ def _mean_of(runs: list[RunData], name: str) -> RunData:
 
 
 def _mean_record(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of one step's records over seeds, with error bars over seeds."""
     mean: dict[str, Any] = {STEP: records[0][STEP]}
     for name in set.intersection(*map(set, records)) - {STEP}:
         values = [record[name] for record in records]

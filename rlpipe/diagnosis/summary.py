@@ -70,6 +70,7 @@ def summarize(run: RunData) -> Summary:
 
 
 def _reward(run: RunData) -> str:
+    """State how the training reward changed."""
     if (ends := ends_of(run, REWARD)) is None:
         return ""
     levels = f"Training reward {ends[0]:.3f} → {ends[1]:.3f} over {run.steps} steps"
@@ -85,6 +86,8 @@ def _reward(run: RunData) -> str:
 
 
 def _held_out(held_out: HeldOut) -> str:
+    """State how a held-out reward changed, with its intervals."""
+
     def reading(value: Interval, step: int) -> str:
         return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}] at step {step}"
 
@@ -100,6 +103,7 @@ def _held_out(held_out: HeldOut) -> str:
 
 
 def _throughput(run: RunData) -> str:
+    """State the median speeds of a run."""
     formats = {
         "timing_s/step": "{:.1f} s a step",
         "perf/throughput": "{:,.0f} tokens/s trained on (context included)",
@@ -131,6 +135,7 @@ def _changed(run: RunData) -> str:
 
 
 def _acceptance(run: RunData, cause: Finding | None) -> str:
+    """State why acceptance changed, or what is missing to explain it."""
     if cause is not None:
         return ("" if cause.sure or cause.name == "nothing" else "Not certain. ") + cause.text
     if (ends := ends_of(run, RATE)) is None:

@@ -64,7 +64,7 @@ class Shape(Protocol):
 class TrainableDraft(Protocol):
     """A torch module that drafts; `drafts.eagle3_model.Eagle3` is one, also with the methods of PPOW.
 
-    prefix: before the names of its state dict where they travel with the target's.
+    prefix: put before the names of its state dict when it is sent along with the target's weights.
     """
 
     prefix: str

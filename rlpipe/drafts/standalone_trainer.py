@@ -1,4 +1,4 @@
-"""The trainer of a draft that is no part of the policy: plain torch together with its target, one process.
+"""The trainer of a draft that is not a part of the policy: plain torch together with its target, one process.
 
 Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.protocols`) is
 the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
@@ -359,7 +359,7 @@ class DraftTrainer:
 
 
 def _flat(part: slice, length: int) -> slice:
-    """Return the tokens of some turns, of `length` each, in their flat view."""
+    """Return the positions of the tokens of some turns, of `length` each, in an array of all tokens."""
     return slice(part.start * length, part.stop * length)
 
 

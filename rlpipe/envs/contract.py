@@ -21,7 +21,7 @@ _RETURN = "return an observation (a string), a reward (a number, which ends the 
 _RETURN_LAST = "return a reward or StepResult(done=True, reward=NUMBER)"
 
 
-def messages_of(returned: Any) -> list[dict[str, Any]]:
+def messages_of(returned: object) -> list[dict[str, Any]]:
     """Return the opening messages. Raises ValueError for anything that is not a list of chat messages."""
     if not isinstance(returned, (list, tuple)) or not returned:
         raise ValueError(
@@ -38,7 +38,7 @@ def messages_of(returned: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def step_of(returned: Any, *, last: bool = False, rehearsed: bool = False) -> StepResult:
+def step_of(returned: object, *, last: bool = False, rehearsed: bool = False) -> StepResult:
     """Return the result with its reward as a float and its info as JSON values.
 
     A number becomes the reward of a last step, a text becomes an observation. The observation of the result
@@ -92,7 +92,7 @@ def group_rewards(returned: Any, count: int) -> list[float]:
 
 
 def number_of(
-    what: str, value: Any, hint: str = "give a finite number, as in StepResult(done=True, reward=1.0)"
+    what: str, value: object, hint: str = "give a finite number, as in StepResult(done=True, reward=1.0)"
 ) -> float:
     """Return a number, one of NumPy's or torch's included, as a finite float. Raises ValueError otherwise."""
     plain = _plain(value)
@@ -108,7 +108,7 @@ def number_of(
     return number
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value and its type for a message."""
     try:
         text = repr(value)
@@ -136,7 +136,7 @@ def _messages(where: str, returned: Sequence[Any], roles: Sequence[str]) -> list
     return [dict(recordable(f"{where}[{number}]", message)) for number, message in enumerate(returned)]
 
 
-def _observation(where: str, returned: Any) -> str | list[dict[str, Any]]:
+def _observation(where: str, returned: object) -> str | list[dict[str, Any]]:
     """Return a text, or a list of messages. Raises ValueError for anything else."""
     where = f"{where} observation"
     if isinstance(returned, str):
@@ -179,7 +179,7 @@ def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[st
     return recorded
 
 
-def _flag(where: str, name: str, value: Any) -> bool:
+def _flag(where: str, name: str, value: object) -> bool:
     """Return a boolean. Raises ValueError for anything else."""
     # NumPy and torch have booleans of their own, which are no `bool`.
     if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
     return value.item() if single and hasattr(value, "item") else value
 
 
-def recordable(where: str, value: Any) -> Any:
+def recordable(where: str, value: object) -> Any:
     """Return the value if JSON in UTF-8 can hold it. Raises ValueError otherwise."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -122,7 +122,7 @@ class MathEpisode:
         """End the episode without an answer, for reward 0."""
         return self._end(0.0, submitted=False)
 
-    def _end(self, reward: float, **info: Any) -> StepResult:
+    def _end(self, reward: float, **info: object) -> StepResult:
         return StepResult(done=True, reward=reward, info=info | {"family": self._task})
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class _Limited:
         ended = self._ended(await returned)
         return await ended if inspect.isawaitable(ended) else ended
 
-    def _ended(self, returned: Any) -> Any:
+    def _ended(self, returned: object) -> Any:
         """Return the last step, with what `finish` adds when the member's turns are used up."""
         step = step_of(returned)
         if step.done:

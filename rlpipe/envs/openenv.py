@@ -72,8 +72,8 @@ class OpenEnvEpisode:
             limit = self._config.max_observation_chars
             return StepResult(observation=f"error: {refusal}"[:limit] + f"\n{self._hint}")
 
-        done, facts = bool(result.get("done")), result.get("metadata") or {}
-        info = {name: one for name, one in facts.items() if isinstance(one, (int, float))} | {
+        done, metadata = bool(result.get("done")), result.get("metadata") or {}
+        info = {name: one for name, one in metadata.items() if isinstance(one, (int, float))} | {
             "submitted": done
         }
         seen = "" if done else self._text(result["observation"])
@@ -83,7 +83,7 @@ class OpenEnvEpisode:
         """End the session."""
         self._open.close()
 
-    def _request(self, kind: str, data: Any) -> dict[str, Any]:
+    def _request(self, kind: str, data: object) -> dict[str, Any]:
         """Send a message and return the answer. Raises ValueError when the server refuses the action."""
         from websockets.exceptions import ConnectionClosed
 
@@ -96,12 +96,12 @@ class OpenEnvEpisode:
         except Exception as error:  # closed, timed out, no JSON
             raise InfrastructureError(f"{where}: {described(error)}") from error
 
-        facts = answer.get("data") or {}
+        content = answer.get("data") or {}
         if answer.get("type") != "error":
-            return facts
-        if kind == "step" and facts.get("code") in ("VALIDATION_ERROR", "INVALID_JSON"):
-            raise ValueError(facts.get("message"))
-        raise InfrastructureError(f"{where}: {facts.get('code')}: {facts.get('message')}")
+            return content
+        if kind == "step" and content.get("code") in ("VALIDATION_ERROR", "INVALID_JSON"):
+            raise ValueError(content.get("message"))
+        raise InfrastructureError(f"{where}: {content.get('code')}: {content.get('message')}")
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         """Return the field that the settings name, the only one, or all as JSON."""

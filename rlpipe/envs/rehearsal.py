@@ -95,8 +95,8 @@ def rehearse(
 
     def run() -> Rehearsed:
         with asyncio.Runner() as runner:
-            played = _Rehearsal(suite, where, turns=turns, end=end, prompts=prompts, runner=runner)
-            return played.run(episodes)
+            rehearsal = _Rehearsal(suite, where, turns=turns, end=end, prompts=prompts, runner=runner)
+            return rehearsal.run(episodes)
 
     return _in_thread(run, where, budget_s + timeout_s if budget_s and timeout_s else 0.0)
 
@@ -187,9 +187,9 @@ class _Rehearsal:
         """Run all seats of a game at once until it is done, or out of turns or time."""
 
         async def play(seat: Episode) -> None:
-            said = await _if_awaitable(seat.messages())
-            step = step_of(said, last=True) if isinstance(said, StepResult) else None
-            opening = [] if step else messages_of(said)
+            first = await _if_awaitable(seat.messages())
+            step = step_of(first, last=True) if isinstance(first, StepResult) else None
+            opening = [] if step else messages_of(first)
             if self._prompts and opening:
                 self._prompts.opening(opening)
 
@@ -207,7 +207,7 @@ class _Rehearsal:
         await asyncio.gather(*map(play, game.seats))
         await _if_awaitable(close_episode(game))
 
-    def _checked(self, returned: Any) -> StepResult:
+    def _checked(self, returned: object) -> StepResult:
         """Return a checked result; a reward of unusual size is noted once."""
         result = step_of(returned, rehearsed=True)
         if abs(result.reward or 0.0) > _LARGE and not any("rewards of" in note for note in self._done.notes):
@@ -248,7 +248,7 @@ class _Call:
         returned, self._location = _call(self._where, self._runner, function, *arguments)
         return self.check(check, returned)
 
-    def check(self, check: Callable[[Any], Any], returned: Any) -> Any:
+    def check(self, check: Callable[[Any], Any], returned: object) -> Any:
         """Return a checked value; an error names the line that returned the last value of a call."""
         return _checked(self._where, self._location, check, returned)
 
@@ -268,7 +268,7 @@ def call(
     return _checked(where, location, check, returned)
 
 
-def _checked(where: str, location: str, check: Callable[[Any], Any], returned: Any) -> Any:
+def _checked(where: str, location: str, check: Callable[[Any], Any], returned: object) -> Any:
     try:
         return check(returned)
     except ValueError as error:
@@ -326,7 +326,7 @@ def _awaited(awaitable: Awaitable[Any], runner: Runner | None) -> Any:
     return runner.run(outcome())
 
 
-async def _if_awaitable(returned: Any) -> Any:
+async def _if_awaitable(returned: object) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
 

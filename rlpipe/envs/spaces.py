@@ -59,7 +59,7 @@ def describe(space: Any, names: Sequence[str] = ()) -> str:
     return ", then ".join(label + _described(part, names) for label, part, _ in _parts(space))
 
 
-def to_text(space: Any, value: Any) -> str:
+def to_text(space: Any, value: object) -> str:
     """Write an observation: numbers with four digits, the parts of a Dict or Tuple on lines of their own."""
     return "\n".join(
         label + (part if isinstance(part, str) else " ".join(f"{number:.4g}" for number in np.ravel(part)))
@@ -91,7 +91,7 @@ def _action(space: Any, lines: Iterator[str], names: Sequence[str]) -> Any:
         action = _named(text, names, space)
     elif len(numbers := [float(number) for number in _NUMBER.findall(text)]) == np.prod(space.shape):
         wanted = np.array(numbers).reshape(space.shape)
-        # 1.7 is no integer and 300 no byte: a conversion must not make another action of them.
+        # 1.7 is not an integer, and 300 is not a byte: a conversion must not make another action of them.
         action = same if np.allclose(same := wanted.astype(space.dtype), wanted) else None
 
     if action is None or action not in space:

@@ -59,7 +59,7 @@ class ClassSuite(SplitTable):
 
 
 @contextmanager
-def _said_if_slow(where: str) -> Iterator[None]:
+def _reported_if_slow(where: str) -> Iterator[None]:
     """Print a line when making a suite takes long, since every rollout worker makes it again."""
     text = f"rlpipe: making {where}, which each rollout worker does as well ({_SLOW_S:.0f} s so far)"
     timer = threading.Timer(_SLOW_S, lambda: print(text, file=sys.stderr, flush=True))
@@ -84,7 +84,7 @@ def make_user_suite(config: EnvConfig, seed: int) -> Suite:
     if _is_episode_class(maker):
         suite = ClassSuite(cast("type[Episode]", maker), config, seed)
     else:
-        with _said_if_slow(where):
+        with _reported_if_slow(where):
             suite = call(where, lambda made: made, maker, config, seed)
 
     # The user's class need not derive from `Suite`: its attributes are checked one by one.

@@ -35,7 +35,7 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """The backlog of one run. Its ledger lists what is in flight, so call `Ledger.restore` or `forget` first.
+    """The backlog of one run. Its ledger lists what is in flight, so call `Ledger.restore` or `clear` first.
 
     version: of the trainer at the start. steps: total of the run. event: as `MetricsBus.event`.
     finished: a file that `save` wrote together with this ledger. trains: whether the groups taken are trained
@@ -199,8 +199,8 @@ class Backlog:
 
     def _filters(self, group: Group) -> bool:
         settings = self._settings
-        room = self._filtered < settings.filter_limit * settings.prompts_per_step
-        return settings.filter_equal_rewards and room and group.has_equal_rewards()
+        below_limit = self._filtered < settings.filter_limit * settings.prompts_per_step
+        return settings.filter_equal_rewards and below_limit and group.has_equal_rewards()
 
     async def _drop_stale(self) -> None:
         """Drop buffered groups and trajectories that are too stale at the trainer's version."""

@@ -142,7 +142,7 @@ class Saving:
 
         # Without a checkpoint the run starts from its first step.
         if checkpoint is None:
-            self.ledger.forget()
+            self.ledger.clear()
             self._saved = self.score = None
             if served:
                 await (await self.cluster.publish_weights(0))()
@@ -182,8 +182,8 @@ class Saving:
 
     def _not_saved(self, version: int, error: Exception) -> None:
         self.store.abandon(version)
-        stands = max(self.store.steps(), default=None)
-        self.event("checkpoint_failed", step=version, stands=stands, error=_in_words(error))
+        newest = max(self.store.steps(), default=None)
+        self.event("checkpoint_failed", step=version, newest=newest, error=_in_words(error))
 
     def _require_same_half(self, step: int, state: dict[str, Any]) -> None:
         begun, now = state.get("half", "both"), self.config.run.half

@@ -74,7 +74,7 @@ class CheckpointStore:
         Raises OSError (ENOSPC) when the free disk space is smaller than the newest checkpoint.
         """
         self.abandon(step)
-        self._require_room()
+        self._require_space()
 
         partial = self._partial(step)
         partial.mkdir(parents=True)
@@ -111,7 +111,7 @@ class CheckpointStore:
         checkpoint = self.before(None)
         if checkpoint is None and (steps := self.steps()):
             raise ValueError(
-                f"none of the checkpoints in {self._directory} is whole (step {steps[-1]}: "
+                f"none of the checkpoints in {self._directory} is complete (step {steps[-1]}: "
                 f"{_fault(self.path(steps[-1]))}). Bring one back, or remove them to start from step 0."
             )
         return checkpoint
@@ -145,7 +145,7 @@ class CheckpointStore:
     def _partial(self, step: int) -> Path:
         return self._directory / f"step_{step}.tmp"
 
-    def _require_room(self) -> None:
+    def _require_space(self) -> None:
         """Refuse to begin a save that does not fit: one rank with a full disk would block all others."""
         if not (steps := self.steps()):
             return
@@ -157,6 +157,7 @@ class CheckpointStore:
             raise OSError(errno.ENOSPC, message, str(self._directory))
 
     def _prune(self) -> None:
+        """Remove all checkpoints but the newest and the best."""
         steps = self.steps()
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
 

@@ -47,7 +47,7 @@ from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.worker_scaling import Growth
 from rlpipe.metrics.bus import NO_SPACE, MetricsBus
 from rlpipe.metrics.collect import InfoMetrics, member_metrics, trajectory_metrics, validation_metrics
-from rlpipe.metrics.jsonl import forget_steps
+from rlpipe.metrics.jsonl import truncate_records
 from rlpipe.metrics.samples import first_sample
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.metrics.values import Last, Mean, Value
@@ -128,13 +128,13 @@ class Controller:
                 break
             await self._recover(lost)
 
-        if self._verdict:
-            raise RunStopped(self._verdict)
+        if self._stop_reason:
+            raise RunStopped(self._stop_reason)
 
     @property
-    def _verdict(self) -> str | None:
+    def _stop_reason(self) -> str | None:
         """The reason for stopping before the last step, when too many attempts were masked."""
-        return self._masked.verdict if self.version < self.config.run.steps else None
+        return self._masked.stop_reason if self.version < self.config.run.steps else None
 
     async def _run(self) -> None:
         """Run from the newest checkpoint to the last step or a stop."""
@@ -142,7 +142,7 @@ class Controller:
         self._draft_frozen, self._traveling = False, None
 
         # Remove records of steps after the checkpoint: they are run again.
-        if odd := forget_steps(self.run_dir, self.version):
+        if odd := truncate_records(self.run_dir, self.version):
             self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
 
         self._monitor.resume_after(self.version)
@@ -171,9 +171,9 @@ class Controller:
             for task in background:
                 task.cancel()
 
-        if self._verdict:
-            self.bus.event("run_stopped", verdict=self._verdict)
-        if self.version or not self._verdict:
+        if self._stop_reason:
+            self.bus.event("run_stopped", reason=self._stop_reason)
+        if self.version or not self._stop_reason:
             await self._saves.require(self.version, self._backlog)
         if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
             self.bus.event("prompts_dropped", count=dropped, reason="run ended")
@@ -220,13 +220,14 @@ class Controller:
                 self._tasks[index] = collecting.create_task(self._collect(index, prompt))
 
     async def _collect(self, index: int, prompt: Prompt) -> None:
+        """Generate one group, and pass it to the backlog."""
         group = await self.cluster.collect(prompt, self.config.pipeline.group_size)
         del self._tasks[index]
 
         # Too many masked attempts stop the run.
         self.bus.progressed()
         self._masked.see(group.trajectories)
-        if self._masked.verdict:
+        if self._masked.stop_reason:
             self.request_stop()
 
         await self._backlog.finished(index, group)
@@ -351,19 +352,19 @@ class Controller:
 
         for number, (split, ids) in enumerate(self.held_out.items()):
             with self._lane.span("validate", version=self.version, split=split):
-                played = await self._unless_stopped(
+                trajectories = await self._unless_stopped(
                     self.cluster.evaluate(ids, settings.samples, settings.temperature)
                 )
 
-            if played is None:
+            if trajectories is None:
                 return
 
-            self._masked.report(played)
+            self._masked.report(trajectories)
             if number == 0:
-                self._monitor.validated(self.version, played)
-            metrics |= validation_metrics(split, played, primary=number == 0)
-            metrics |= self._info.validation(split, played)
-            if sample := first_sample(split, played):
+                self._monitor.validated(self.version, trajectories)
+            metrics |= validation_metrics(split, trajectories, primary=number == 0)
+            metrics |= self._info.validation(split, trajectories)
+            if sample := first_sample(split, trajectories):
                 self.bus.event("sample", step=self.version, **sample)
 
         # The score of this version decides which checkpoints `run.keep_best` retains.

@@ -68,7 +68,7 @@ class Dump:
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory / ABOUT, own)
 
-        dump.forget_after(step)
+        dump.remove_after(step)
         return dump
 
     @staticmethod
@@ -122,7 +122,7 @@ class Dump:
         file = self._file(step, ".json")
         _write(file, json.loads(file.read_text()) | {"metrics": metrics})
 
-    def forget_after(self, step: int) -> None:
+    def remove_after(self, step: int) -> None:
         """Remove the files that a run which continues after `step` will write again."""
         for file in self.directory.glob("step_*.*"):
             if int(file.name.split(".")[0].removeprefix("step_")) > step:
@@ -179,7 +179,7 @@ def _about(config: Config) -> dict[str, Any]:
     model = resolve_model(config.model.path)
     shown = {name: asdict(getattr(config, name)) for name in _TRAINER}
     settings = {f"{name}.{key}": value for name, fields in shown.items() for key, value in fields.items()}
-    told = {
+    description = {
         "format": FORMAT,
         "run": str(resolve(config.run.dir)),
         "half": config.run.half,
@@ -192,7 +192,7 @@ def _about(config: Config) -> dict[str, Any]:
         "trainer": settings | {"run.seed": config.run.seed, "run.steps": config.run.steps},
     }
     # As JSON reads it back (tuples are lists), so that it compares with a recorded one.
-    return json.loads(json.dumps(told))
+    return json.loads(json.dumps(description))
 
 
 def _candidates(config: Config) -> int:
@@ -203,6 +203,7 @@ def _candidates(config: Config) -> int:
 
 
 def _require_fit(dump: Dump, config: Config) -> None:
+    """Refuse a dump of another model, tokenizer or batch layout. Raises ValueError."""
     # Other files of the model or tokenizer: the tokens or logprobs would mean something else.
     where, own = f"run.dump={str(dump.directory)!r}", _about(config)
     for what, meaning in (

@@ -52,7 +52,7 @@ _NEVER = {
 }
 
 
-def ignore_event(kind: str, **fields: Any) -> None:
+def ignore_event(kind: str, **fields: object) -> None:
     """Ignore an event: the default where no event log exists."""
 
 
@@ -125,7 +125,7 @@ class Ledger:
                         t.reward,
                         t.oldest_version,
                         t.response_length,
-                        json.dumps(_facts(t)),
+                        json.dumps(_metadata(t)),
                         t.trajectory_id,
                         name,
                     ),
@@ -254,7 +254,7 @@ class Ledger:
                 copy.backup(self._db)
                 self._event("ledger_in_memory", error=str(error))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Delete all rows: the run starts from its first step."""
         self._change(lambda db: [db.execute(f"DELETE FROM {table}") for table in ("trajectories", "prompts")])
 
@@ -344,7 +344,7 @@ def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any]
     ).rowcount
 
 
-def _facts(trajectory: Trajectory) -> dict[str, Any]:
+def _metadata(trajectory: Trajectory) -> dict[str, Any]:
     """Return the scalar metadata of the environment; lists and objects stay in the trajectory files."""
     return {k: v for k, v in trajectory.info.items() if isinstance(v, str | int | float | bool)}
 

@@ -18,7 +18,7 @@ from rlpipe.types import Trajectory, TrajectoryStatus
 class MaskedAttempts:
     """Counts every attempt that came back, whether it will be trained on or not.
 
-    verdict: the reason to stop the run, once the rule is broken; None while it holds.
+    stop_reason: the reason to stop the run, once the rule is broken; None while it holds.
 
     event: as `MetricsBus.event`; receives `attempt_masked` at the 1st, 2nd, 4th, 8th, ... failure of each
     kind and source line, so that a failure in every attempt does not flood the log.
@@ -29,7 +29,7 @@ class MaskedAttempts:
         self._window: deque[str] = deque(maxlen=window)  # the cause; empty: the attempt was not masked
         self._times: Counter[tuple[str, str]] = Counter()
         self._masked = self._errors = self._attempts = 0  # since the last metrics
-        self.verdict: str | None = None
+        self.stop_reason: str | None = None
 
     def see(self, trajectories: Iterable[Trajectory]) -> None:
         """Count attempts for the rule, and report the causes of masked ones."""
@@ -44,7 +44,7 @@ class MaskedAttempts:
             self._errors += masked and t.info.get("exit_reason") == "error"
 
         # The first reason remains, even if later attempts succeed.
-        self.verdict = self.verdict or self._judge()
+        self.stop_reason = self.stop_reason or self._reason_to_stop()
 
     def report(self, trajectories: Iterable[Trajectory]) -> None:
         """Report the causes of masked attempts without counting them, as for those of a validation."""
@@ -67,7 +67,7 @@ class MaskedAttempts:
                     times=times,
                 )
 
-    def _judge(self) -> str | None:
+    def _reason_to_stop(self) -> str | None:
         """Return the reason to stop the run; None while the rule holds or too few attempts have come back."""
         causes = Counter(filter(None, self._window))
         masked, window = causes.total(), len(self._window)

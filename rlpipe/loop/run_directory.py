@@ -117,7 +117,7 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
 
 
 def _is_lossless(name: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether a setting changes how fast the tokens of an RL run come, and not their distribution."""
+    """Return whether a setting changes the speed of decoding in an RL run, but not the distribution."""
     section, _, field = name.partition(".")
     drafting = name == "draft.depths" or (section == "spec" and field in _LOSSLESS)
     return drafting and settings.get("task", Task.RL) == Task.RL
@@ -163,7 +163,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str
 def _flat(text: str) -> dict[str, Any]:
     """Return settings by dotted name; empty for a text that is not YAML."""
 
-    def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def walk(prefix: str, value: object) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value:
             for key, part in value.items():
                 yield from walk(f"{prefix}.{key}" if prefix else str(key), part)
@@ -179,6 +179,7 @@ def _flat(text: str) -> dict[str, Any]:
 
 
 def _holder(run_dir: Path) -> str:
+    """Return the message that names the process which uses the directory."""
     try:
         holder = json.loads((run_dir / LOCK).read_text())
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))

@@ -74,6 +74,7 @@ def _group(record: dict[str, Any]) -> tuple[int, Group]:
 
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
+    """Return the trajectory of a JSON object."""
     # JSON has no tuples, and no dataclasses.
     if record["top_logprobs"] is not None:
         record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]

@@ -34,9 +34,10 @@ class SelectionMeter:
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event = event
+        # Of each trajectory: whether it was trained on, and its QUANTITIES.
         self._seen: deque[tuple[bool, tuple[float, float, float]]] = deque(maxlen=WINDOW)
         self._dropped: Counter[str] = Counter()  # prompts, since the last metrics
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # quantities whose bias was reported
 
     def trained(self, group: Group) -> None:
         """Record that a prompt was trained on."""
@@ -72,11 +73,11 @@ class SelectionMeter:
         for place, name in enumerate(QUANTITIES):
             shift = _shift([v[place] for v in kept], [v[place] for v in every])
             values[f"selection/{name}_shift"] = Last(shift)
-            self._judge(name, shift, kept=len(kept), every=len(every))
+            self._report(name, shift, kept=len(kept), every=len(every))
 
         return values
 
-    def _judge(self, name: str, shift: float | None, *, kept: int, every: int) -> None:
+    def _report(self, name: str, shift: float | None, *, kept: int, every: int) -> None:
         if shift is None or every < FEWEST or every - kept < FEWEST // 8 or name in self._warned:
             return
 

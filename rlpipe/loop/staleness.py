@@ -39,7 +39,7 @@ class StalenessGate:
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
         self.version = version
-        self._room = (max_staleness + 1) * (ahead or groups_per_step)
+        self._capacity = (max_staleness + 1) * (ahead or groups_per_step)
         self._skipped = skipped
         self._limit = limit
         self._advanced = asyncio.Condition()
@@ -54,7 +54,7 @@ class StalenessGate:
         # Skipped groups free their slots.
         counted = index - self._skipped
         within = self._limit is None or counted < self._limit
-        return within and counted - self.version * self.groups_per_step < self._room
+        return within and counted - self.version * self.groups_per_step < self._capacity
 
     async def wait_for_slot(self, index: int) -> None:
         """Return once group `index` may start."""

@@ -8,8 +8,8 @@ the trainer waited for rollouts, b the share in which a worker was generating, n
     w >= WAITS and b >= BUSY, `pause` steps after the last change         one more, up to cluster.max_workers
     w < IDLE and b * n < (n - 1) * BUSY                                   one fewer, down to rollout.workers
 
-`pause` is WINDOW at first and doubles whenever an added worker is removed again, or cannot be started: what
-brought no gain once is tried again, at most log2(steps) times. The rate is tokens a second and not seconds a
+`pause` is WINDOW at first and doubles whenever an added worker is removed again, or cannot be started, so
+workers are tried in vain at most log2(steps) times. The rate is tokens a second and not seconds a
 step, because answers change their length while a policy learns.
 """
 
@@ -30,29 +30,29 @@ class Growth:
         self._fewest, self._most, self._workers, self.wanted = fewest, max(fewest, most), fewest, fewest
         self.reason = ""
         self._before: float | None = None  # tokens a second before the last worker was added
-        self._pause, self._grew, self._asked = WINDOW, False, 0
+        self._pause, self._grew, self._requested = WINDOW, False, 0
         self._steps = 0  # since the last change
         self._records: list[list[float]] = []
 
-    def asked(self, change: int) -> None:
+    def requested(self, change: int) -> None:
         """Record that a user added so many workers, or drained them (below 0). `set_current` comes next."""
-        self._asked += change
+        self._requested += change
 
     def set_current(self, workers: int) -> None:
         """Record the number of workers while none joins or leaves."""
         # A worker that a user drained is not added again, and one that a user added is not removed.
-        if self._asked < 0:
+        if self._requested < 0:
             self._most, self._fewest = min(self._most, workers), min(self._fewest, workers)
-        elif self._asked > 0:
-            self._fewest += self._asked
+        elif self._requested > 0:
+            self._fewest += self._requested
 
         # The size changed for another reason than the last decision, so its effect cannot be compared.
-        if self._asked or workers not in (self._workers, self.wanted):
+        if self._requested or workers not in (self._workers, self.wanted):
             self._before, self._grew = None, False
 
-        if self._asked or workers != self._workers:
+        if self._requested or workers != self._workers:
             self._workers = self.wanted = workers
-            self._steps = self._asked = 0
+            self._steps = self._requested = 0
 
     def refused(self) -> None:
         """Record that the target cannot be reached now; it is tried again later."""

@@ -140,7 +140,7 @@ class MetricsBus:
             self.event("nonfinite_metric", step=step, names=nonfinite)
         return record
 
-    def event(self, kind: str, *, level: Level | None = None, **fields: Any) -> None:
+    def event(self, kind: str, *, level: Level | None = None, **fields: object) -> None:
         """Record something that happened. `level` defaults to the kind's own (info when unknown)."""
         if kind != "waiting":
             self.progressed()
@@ -269,6 +269,7 @@ class _Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Pass queued records to the sink until the queue ends; disable it after repeated errors."""
         try:
             self.sink.open()
         except Exception as error:

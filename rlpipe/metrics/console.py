@@ -46,14 +46,14 @@ class Header:
     """The description of a run on the console.
 
     title: name of the run.
-    facts: (label, text) lines below the title.
+    details: (label, text) lines below the title.
     total_steps: number of steps of the run.
     baseline: held-out reward that a continued run began with, before this process.
     trains_draft: whether the run trains a draft instead of the policy; it has other columns.
     """
 
     title: str
-    facts: list[tuple[str, str]] = field(default_factory=list)
+    details: list[tuple[str, str]] = field(default_factory=list)
     total_steps: int
     baseline: float | None = None
     trains_draft: bool = False
@@ -212,8 +212,8 @@ class ConsoleSink:
         self._clock.append((0, self._started))
 
         if not self._fancy:
-            facts = "".join(f" | {label}: {text}" for label, text in self._header.facts)
-            self._plain(f"rlpipe {self._header.title}{facts} | steps: {self._header.total_steps}")
+            details = "".join(f" | {label}: {text}" for label, text in self._header.details)
+            self._plain(f"rlpipe {self._header.title}{details} | steps: {self._header.total_steps}")
             return
 
         from rich.live import Live
@@ -305,7 +305,7 @@ class ConsoleSink:
         if self._live is not None:
             self._live.stop()
         if not self._fancy:
-            progress = f"/{total}" if self._step <= total else f", {total} were asked for"
+            progress = f"/{total}" if self._step <= total else f", {total} were requested"
             self._plain(f"{self._phase} after step {self._step}{progress}{self._outcome()}")
 
         if self._step < total:
@@ -343,6 +343,7 @@ class ConsoleSink:
         return (ended - began) / (last - first) * max(0, self._header.total_steps - last)
 
     def _outcome(self) -> str:
+        """Return the held-out rewards before and after, for the last line."""
         if not self._validations:
             return ""
         last, before = self._validations[-1], self._header.baseline
@@ -377,22 +378,24 @@ class ConsoleSink:
     # --- rich --------------------------------------------------------------------------------------
 
     def _header_panel(self) -> RenderableType:
+        """Return the panel with the settings of the run."""
         from rich import box
         from rich.panel import Panel
         from rich.table import Table
 
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="dim", no_wrap=True)
-        facts.add_column(overflow="fold")
-        for label, text in self._header.facts:
-            facts.add_row(label, text)
+        details = Table.grid(padding=(0, 2))
+        details.add_column(style="dim", no_wrap=True)
+        details.add_column(overflow="fold")
+        for label, text in self._header.details:
+            details.add_row(label, text)
 
         title = f"[bold]rlpipe[/bold] · [bold cyan]{self._header.title}[/bold cyan]"
         return Panel(
-            facts, title=title, title_align="left", box=box.ROUNDED, border_style="bright_black", width=78
+            details, title=title, title_align="left", box=box.ROUNDED, border_style="bright_black", width=78
         )
 
     def _aligned(self, first: str, texts: Sequence[str], styles: Sequence[str]) -> Text:
+        """Return a row of the table, each text in the width of its column."""
         from rich.text import Text
 
         row = Text(no_wrap=True, overflow="ellipsis").append(first, style="dim")
@@ -412,6 +415,7 @@ class ConsoleSink:
         return self._aligned(step, [c.cell(record) for c in self._columns], [c.style for c in self._columns])
 
     def _panel(self) -> RenderableType:
+        """Return the live panel: trends, progress, phase."""
         from rich.console import Group
         from rich.padding import Padding
         from rich.progress_bar import ProgressBar

@@ -48,6 +48,7 @@ def write_dashboard(path: Path) -> None:
 
 
 def _panel(title: str, tags: list[str], place: dict[str, int]) -> dict[str, Any]:
+    """Return a time series panel of some metrics at a place of the grid."""
     targets = [
         {
             "refId": chr(ord("A") + n),

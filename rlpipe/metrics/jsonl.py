@@ -116,7 +116,7 @@ def _finite(text: str) -> float | int | None:
     return int(text) if text.lstrip("-").isdigit() else number
 
 
-def forget_steps(run_dir: Path, step: int) -> list[str]:
+def truncate_records(run_dir: Path, step: int) -> list[str]:
     """Cut off recorded steps that no checkpoint covers: a run resumed at `step` writes them again (0: all).
 
     The files are truncated in place: that needs no space on the disk, and they may be open.

@@ -60,7 +60,7 @@ class Metric:
     """One declaration.
 
     name: with `{placeholders}`. unit: "1" is a fraction or a pure number. definition: one sentence.
-    source: verl, an equation, or ours. produced_by: component that emits it.
+    source: verl, an equation, or rlpipe. produced_by: component that emits it.
     """
 
     name: str
@@ -162,6 +162,7 @@ def declared(name: str) -> Metric:
 
 @cache
 def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    """Return metrics by name, and patterns of those with placeholders."""
     exact: dict[str, Metric] = {}
     patterns: list[tuple[re.Pattern[str], Metric]] = []
     for metric in metrics():

@@ -101,8 +101,8 @@ class PrometheusSink:
 
         status, body = "404 Not Found", {"error": f"no {path}: there are /metrics and /healthz"}
         if path == "/healthz":
-            goes_on, body = self.health()
-            status = "200 OK" if goes_on else "503 Service Unavailable"
+            is_healthy, body = self.health()
+            status = "200 OK" if is_healthy else "503 Service Unavailable"
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(body).encode() + b"\n"]
 

@@ -141,6 +141,7 @@ def _one_per_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one record for several of the same step: max and min stay, other values are averaged."""
     merged: dict[str, Any] = dict(records[-1])
 
     for name in {name for record in records for name in record} - {STEP, "time"}:
@@ -176,6 +177,6 @@ def flat_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def dump(data: Any) -> str:
+def dump(data: object) -> str:
     """Return the data as JSON that is safe inside a <script> element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -66,11 +66,11 @@ def run_header(config: Config, run_dir: Path) -> Header:
     """Return what the console displays about a run."""
     spec, drafter = config.spec, config.spec.drafter.kind.title
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
-    facts = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
+    details = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
     measured = (record.get("val/reward") for record in read_jsonl(run_dir / "metrics.jsonl")[0])
     return Header(
         title=config.recipe or run_dir.name,
-        facts=facts,
+        details=details,
         total_steps=config.run.steps,
         trains_draft=config.task is Task.MTP_ADAPT,
         baseline=next((reward for reward in measured if reward is not None), None),
@@ -78,6 +78,7 @@ def run_header(config: Config, run_dir: Path) -> Header:
 
 
 def _work(config: Config) -> tuple[str, str]:
+    """Return label and text of the work of a step, for the console's header."""
     if config.task is Task.MTP_ADAPT:
         anchors = "" if config.draft.windows else f", {config.draft.anchors} anchors"
         objective = f"{config.draft.objective}{anchors}"
@@ -141,6 +142,7 @@ class WandbSink:
             self._init(online=False)
 
     def _init(self, *, online: bool) -> None:
+        """Open the W&B run."""
         import wandb
 
         self._run = wandb.init(

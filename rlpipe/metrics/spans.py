@@ -81,6 +81,7 @@ class SpanLog:
         return values
 
     def _begin(self, what: str) -> float:
+        """Begin a span; return its time."""
         with self._lock:
             at = now()
             if what in self._open:
@@ -91,6 +92,7 @@ class SpanLog:
             return at
 
     def _end(self, lane: int, what: str, *, begin: float, details: dict[str, object]) -> None:
+        """End a span: add its time to the shares, and record it for the timeline."""
         with self._lock:
             at = now()
             if what in self._open:

@@ -104,7 +104,7 @@ def refuse(problems: Mapping[str, Any], hint: str) -> None:
             raise ValueError(f"The model's config.json asks for {problem}, which is not supported: {hint}")
 
 
-def whole_number(name: str, value: Any) -> int:
+def whole_number(name: str, value: object) -> int:
     """Return a size of a config.json.
 
     Raises:
@@ -255,6 +255,7 @@ class Architecture:
     def _layer_shapes(
         self, prefix: str, *, moe: bool, linear: bool = False
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names and shapes of a decoder layer's weights."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         gated = 2 if self.delta else 1
         attention = (
@@ -287,6 +288,7 @@ class Architecture:
             yield prefix + ROUTER_BIAS.hf[0], (self.experts.count,)
 
     def _mlp_shapes(self, *, moe: bool) -> Iterator[tuple[str, int, int, bool]]:
+        """Yield (name, rows, columns, has a bias) of the projections of a layer's MLP or experts."""
         mlps = {"mlp": self.intermediate}
         if moe and self.experts is not None:
             mlps = {f"mlp.experts.{i}": self.experts.intermediate for i in range(self.experts.count)}
@@ -310,7 +312,7 @@ class Family:
     qk_norm: an RMSNorm on each query and key head, where `use_qk_norm` is not written. layer, draft: the
     table of one decoder layer, and of what an MTP layer adds to it; `layer_parts` adds the experts.
     rotary: share of a head that is rotated where `partial_rotary_factor` is not written; None where all of it
-    must be. sliding_window: whether a config asks for sliding-window attention. experts: reads a mixture of
+    must be. sliding_window: whether a config asks for sliding-window attention. experts: reads an MoE of
     experts, and refuses what of it is not supported; latent: the same of latent attention, whose weights
     `layer` leaves out; delta: of gated delta nets. draft_place, draft_block: of SGLang's draft, what stands
     before the names of `draft`, and the decoder layer.
@@ -392,6 +394,7 @@ class Family:
         return float(written or self.rotary or 1.0)
 
     def _refuse_incomplete(self, config: Mapping[str, Any]) -> None:
+        """Refuse a config.json without the sizes that are needed. Raises ValueError."""
         needed = (
             "num_attention_heads",
             "hidden_size",
@@ -404,6 +407,7 @@ class Family:
             whole_number(name, config.get(name))
 
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
+        """Refuse what would be computed wrongly. Raises ValueError."""
         factor = self._rotary_factor(config)
         scaled = bool(read_rope(config).scaling)
         stored = config.get("quantization_config")

@@ -87,7 +87,7 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
 
 
 def _kind(path: Path, setting: str) -> str:
-    """Return what a path is that is no checkpoint, and what to name instead; empty if that is not known."""
+    """Say what a path without a checkpoint holds, and what to name instead; empty if neither is known."""
     if (path / "adapter_config.json").is_file():
         base = read_json(path / "adapter_config.json", setting).get("base_model_name_or_path")
         return (

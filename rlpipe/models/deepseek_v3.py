@@ -1,4 +1,4 @@
-"""DeepSeek-V3, V3.1 and R1, and Moonlight: latent attention, a mixture by sigmoids in groups, one MTP layer.
+"""DeepSeek-V3, V3.1, R1 and Moonlight: latent attention, grouped MoE with sigmoid scores, one MTP layer.
 
 Attention caches one latent vector a token (`LatentAttention`); the MoE is GLM-4.5's (`glm4_moe`) except for
 its groups: a token first chooses groups of experts, then experts of those. The bias of the choice stays as it
@@ -30,7 +30,7 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(
-                f"The model's config.json asks for {name}={config[name]!r}, and {value!r} alone is "
+                f"The model's config.json asks for {name}={config[name]!r}, and only {value!r} is "
                 f"supported: use {RELEASED}."
             )
     return glm4_moe.read_experts({**DEFAULTS, **config}, RELEASED, grouped=True)

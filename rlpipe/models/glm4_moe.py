@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: a mixture of experts by sigmoids behind some dense layers, and one MTP layer.
+"""GLM-4.5, 4.6 and 4.7: dense layers, then an MoE with sigmoid scores, and one MTP layer.
 
 Half of each head is rotated, queries and keys have biases, and in the larger model norms. A bias for each
 expert, added to the scores only for the choice, is not trained: it balanced experts in

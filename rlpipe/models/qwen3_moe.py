@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's decoder with a mixture of experts in every layer, and no MTP layer.
+"""Qwen3-MoE: Qwen3's decoder with an MoE in every layer, and no MTP layer.
 
 The auxiliary loss that balances experts in pretraining (`router_aux_loss_coef`) is not part of RL's objective
 and stays off. The router computes in float32.

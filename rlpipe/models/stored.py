@@ -1,4 +1,4 @@
-"""Files of Qwen3-Next and Qwen3.5 where they differ from ours: configs, names, fused experts.
+"""Files of Qwen3-Next and Qwen3.5 where they differ from rlpipe's: configs, names, fused experts.
 
     mtp.fc, mtp.norm, ..., mtp.layers.0.*     the MTP layer; config.json may not mention it
     model.language_model.*                    the text of a Qwen3.5, its settings in `text_config`

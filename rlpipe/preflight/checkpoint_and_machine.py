@@ -5,7 +5,7 @@
     sizes        lower bounds of the memory and time that the settings need
     user code    algorithm names, a user's correction, run on two tokens        torch, if not the default
 
-Every check raises ValueError with what, the value and a hint. Single settings are checked in `config`,
+Every check raises ValueError with the problem, the value and a hint. Single settings are checked in `config`,
 environments in `envs`.
 """
 
@@ -157,7 +157,7 @@ def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> No
 def check_template(place: Path, text: str) -> None:
     """Refuse a chat template that fails or omits a message. place: its file. Raises ValueError."""
     try:
-        said = render_template(text, bos_token="", eos_token="", tools=None)
+        rendered = render_template(text, bos_token="", eos_token="", tools=None)
     # A template is a program: it may raise anything.
     except Exception as error:
         line = getattr(error, "lineno", None) or _template_line(error)
@@ -168,7 +168,7 @@ def check_template(place: Path, text: str) -> None:
         ) from None
 
     # Both messages of the test conversation must appear in the rendered text.
-    if missing := [word for word in (_QUESTION, _ANSWER) if word not in said]:
+    if missing := [word for word in (_QUESTION, _ANSWER) if word not in rendered]:
         role = "user" if _QUESTION in missing else "assistant"
         raise ValueError(
             f"{place}: the chat template does not show the text of the {role}. Use an instruction-tuned "
@@ -268,11 +268,11 @@ def check_sizes(config: Config) -> None:
 
         # A training step takes 6 floating-point operations per weight and token, a forward pass 2.
         _in_time(sizes, 6 * numbers * attempts / speed, f"one step of {attempts} attempts")
-        played = config.val.samples * max(config.val.instances, 1)
+        attempts = config.val.samples * max(config.val.instances, 1)
         if config.val.every:
-            what = f"one validation of {played} attempts"
+            what = f"one validation of {attempts} attempts"
             largest = "samples" if config.val.samples > config.val.instances else "instances"
-            _in_time(f"val.{largest}={getattr(config.val, largest)}", 2 * numbers * played / speed, what)
+            _in_time(f"val.{largest}={getattr(config.val, largest)}", 2 * numbers * attempts / speed, what)
 
 
 def _fits(setting: str, needed: float, memory: int, what: str) -> None:
@@ -331,9 +331,9 @@ def _check_gpus(config: Config, ray: bool) -> None:
     device, count = config.rollout.device, torch.cuda.device_count()
     if not count:
         why = "this torch is a build for CPUs" if torch.version.cuda is None else "torch finds no GPU here"
-        asked = f"rollout.device={device}" if device.startswith("cuda") else "cluster.share_gpus=true"
+        setting = f"rollout.device={device}" if device.startswith("cuda") else "cluster.share_gpus=true"
         raise ValueError(
-            f"{asked}, and {why} (details: `rlpipe doctor`): set rollout.device=cpu, or "
+            f"{setting}, and {why} (details: `rlpipe doctor`): set rollout.device=cpu, or "
             "cluster=ray or inline, which run without a GPU."
         )
     index = int(device.partition(":")[2] or 0)
@@ -350,14 +350,15 @@ def _check_gpus(config: Config, ray: bool) -> None:
     # Each engine and each trainer rank has its GPUs, unless the two share them.
     rollout, run_mode, shared = config.rollout, config.run.half, config.cluster.share_gpus
     served, ranks = (
-        rollout.workers * rollout.cards * run_mode.generates,
+        rollout.workers * rollout.gpus_per_worker * run_mode.generates,
         config.trainer.world_size * run_mode.trains,
     )
     needed = max(served, ranks) if shared else served + ranks
     if ray and needed > count:
         remedy = "lower them" if shared else "lower them, or use cluster=one_gpu"
         raise ValueError(
-            f"rollout.workers={rollout.workers} of {rollout.cards} GPUs each and trainer.tp * cp * pp * dp = "
+            f"rollout.workers={rollout.workers} of {rollout.gpus_per_worker} GPUs each and "
+            f"trainer.tp * cp * pp * dp = "
             f"{config.trainer.world_size} need {needed} GPUs, and this machine has {count}: {remedy}."
         )
 

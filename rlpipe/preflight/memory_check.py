@@ -35,12 +35,12 @@ _NODE = 8  # GPUs of a node
 _RANK = 16  # rank of LoRA adapters
 
 
-def excess(config: Config, card: int, host: int) -> str:
+def excess(config: Config, gpu_memory: int, host: int) -> str:
     """Describe what does not fit; empty when everything does.
 
-    card: bytes of one GPU. host: bytes of the machine, 0 if unknown.
+    gpu_memory: bytes of one GPU. host: bytes of the machine, 0 if unknown.
     """
-    processes = estimate(config, card)
+    processes = estimate(config, gpu_memory)
 
     # Processes that share a GPU are added up; otherwise each kind of process has its GPUs.
     together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
@@ -48,9 +48,10 @@ def excess(config: Config, card: int, host: int) -> str:
     trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
     others = [memory for memory in on_gpu if memory not in trainers]
     for group in [on_gpu] if together else [trainers, others]:
-        needed, room = sum(m.total for m in group), card - RESERVED * (len(group) if together else 1)
-        if group and needed > room:
-            return f"{needed / GIB:.1f} GiB on a GPU that has {room / GIB:.1f} for it"
+        needed = sum(memory.total for memory in group)
+        capacity = gpu_memory - RESERVED * (len(group) if together else 1)
+        if group and needed > capacity:
+            return f"{needed / GIB:.1f} GiB on a GPU that has {capacity / GIB:.1f} for it"
 
     # The total of a server is a fixed share of its GPU: check that its KV cache holds a conversation.
     for memory in on_gpu:
@@ -67,16 +68,16 @@ def excess(config: Config, card: int, host: int) -> str:
     return ""
 
 
-def remedy(config: Config, card: int, host: int) -> str:
+def remedy(config: Config, gpu_memory: int, host: int) -> str:
     """Return the first changes of settings, in a fixed order, with which everything fits; empty if none."""
-    for changes in _changes(config, card, host):
-        if not excess(_changed(config, changes), card, host):
+    for changes in _changes(config, gpu_memory, host):
+        if not excess(_changed(config, changes), gpu_memory, host):
             return " ".join(f"{name}={value}" for name, value in changes.items())
 
     return ""
 
 
-def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
+def _changes(config: Config, gpu_memory: int, host: int) -> Iterator[dict[str, Any]]:
     """Yield settings that need less memory, the cheapest first.
 
     Yields no settings where no engine fits even without a trainer.
@@ -123,7 +124,7 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
 
     if config.run.half.generates:
         engine = _changed(config, {"run.half": RunMode.ROLLOUT})
-        servers = [server for server in servers if not excess(_changed(engine, server), card, host)]
+        servers = [server for server in servers if not excess(_changed(engine, server), gpu_memory, host)]
 
     cheap = [
         {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
@@ -177,15 +178,15 @@ def check_memory(config: Config) -> None:
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address:
         check_store(config, local_store())
 
-    card = gpu_bytes(config)
+    gpu_memory = gpu_bytes(config)
     if has_gpus() and not config.cluster.address:
         check_checkpoint(config, host_bytes())
-    host = 0 if card or config.cluster.address else host_bytes()
-    if not (wrong := excess(config, card, host)):
+    host = 0 if gpu_memory or config.cluster.address else host_bytes()
+    if not (wrong := excess(config, gpu_memory, host)):
         return
 
-    shown = "; ".join(str(memory) for memory in estimate(config, card))
-    raise ValueError(f"the run would take {wrong} ({shown}). {advice(config, card, host)}")
+    shown = "; ".join(str(memory) for memory in estimate(config, gpu_memory))
+    raise ValueError(f"the run would take {wrong} ({shown}). {advice(config, gpu_memory, host)}")
 
 
 def check_checkpoint(config: Config, host: int) -> None:
@@ -201,18 +202,20 @@ def check_checkpoint(config: Config, host: int) -> None:
         )
 
 
-def advice(config: Config, card: int, host: int) -> str:
+def advice(config: Config, gpu_memory: int, host: int) -> str:
     """Return a sentence with settings that fit; where none do, with other hardware or training that fits."""
-    if change := remedy(config, card, host):
+    if change := remedy(config, gpu_memory, host):
         return f"Set {change}."
 
-    several = _cards_of_a_server(config, card)
-    apart = f"One server needs {several} such cards, and it lies on one node, of {_NODE}. " if several else ""
-    ways = [*_ways(config, card, host), "a smaller model"]
-    return f"No layout fits. {apart}Take {', or '.join(ways)}."
+    several = _gpus_of_a_server(config, gpu_memory)
+    one_node = (
+        f"One server needs {several} such GPUs, and they must be on one node, of {_NODE}. " if several else ""
+    )
+    ways = [*_ways(config, gpu_memory, host), "a smaller model"]
+    return f"No layout fits. {one_node}Take {', or '.join(ways)}."
 
 
-def _ways(config: Config, card: int, host: int) -> Iterator[str]:
+def _ways(config: Config, gpu_memory: int, host: int) -> Iterator[str]:
     """Yield what makes a run fit when no layout does, with its settings; each is estimated first."""
 
     def settings(changes: dict[str, Any], size: int) -> str:
@@ -223,30 +226,30 @@ def _ways(config: Config, card: int, host: int) -> Iterator[str]:
         return more and " ".join([*shown, more]).strip()
 
     # Separate GPUs, where trainer and engines share them now.
-    apart: dict[str, Any] = {}
-    if card and (config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE):
-        apart = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
-        apart |= {"rollout.sglang.memory_fraction": 0}
-        apart = {name: value for name, value in apart.items() if value != _value(config, name)}
-        if changes_that_fit := settings(apart, card):
+    separate: dict[str, Any] = {}
+    if gpu_memory and (config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE):
+        separate = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
+        separate |= {"rollout.sglang.memory_fraction": 0}
+        separate = {name: value for name, value in separate.items() if value != _value(config, name)}
+        if changes_that_fit := settings(separate, gpu_memory):
             yield f"a GPU for each trainer rank and each server ({changes_that_fit})"
 
     # The smallest of the larger GPUs that is enough.
-    sizes = {name: size for name, size in _LARGER.items() if 0 < card < size * GIB}
+    sizes = {name: size for name, size in _LARGER.items() if 0 < gpu_memory < size * GIB}
     larger = (
         (name, settings({"cluster.gpu_gb": size, **changes}, size * GIB))
         for name, size in sizes.items()
-        for changes in ([{}, apart] if apart else [{}])
+        for changes in ([{}, separate] if separate else [{}])
     )
     if fitting := next(
         ((name, changes_that_fit) for name, changes_that_fit in larger if changes_that_fit), None
     ):
         yield f"{fitting[0]}s ({fitting[1]})"
 
-    if _may_adapt(config) and (changes_that_fit := settings({"trainer.lora.rank": _RANK}, card)):
+    if _may_adapt(config) and (changes_that_fit := settings({"trainer.lora.rank": _RANK}, gpu_memory)):
         yield f"LoRA adapters instead of all weights ({changes_that_fit})"
 
-    if host and not card:
+    if host and not gpu_memory:
         needed = sum(memory.total * memory.count for memory in estimate(config))
         yield f"a machine with {needed / GIB:.0f} GiB"
 
@@ -264,13 +267,13 @@ def _may_adapt(config: Config) -> bool:
     return True
 
 
-def _cards_of_a_server(config: Config, card: int) -> int:
+def _gpus_of_a_server(config: Config, gpu_memory: int) -> int:
     """Return the number of GPUs of this size that one server needs, if a node has fewer; else 0."""
-    if not (card and config.run.half.generates and config.rollout.engine is EngineKind.SGLANG):
+    if not (gpu_memory and config.run.half.generates and config.rollout.engine is EngineKind.SGLANG):
         return 0
 
     engine = _changed(config, {"run.half": RunMode.ROLLOUT, "cluster.share_gpus": False})
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n >= config.rollout.sglang.tp]
-    fits = (n for n in sizes if not excess(_changed(engine, {"rollout.sglang.tp": n}), card, 0))
+    fits = (n for n in sizes if not excess(_changed(engine, {"rollout.sglang.tp": n}), gpu_memory, 0))
     needed = next(fits, 0)
     return needed if needed > _NODE else 0

@@ -232,9 +232,9 @@ def checkpoint_memory(arch: Architecture, config: Config, *, all_ranks: bool = F
     )
 
 
-def checkpoint_of_run(config: Config, card: int) -> Memory | None:
+def checkpoint_of_run(config: Config, gpu_memory: int) -> Memory | None:
     """Estimate what a checkpoint adds on the hosts of a run's GPUs; on a CPU `estimate` counts it already."""
-    if not card or not config.run.half.trains:
+    if not gpu_memory or not config.run.half.trains:
         return None
     arch = read_architecture(read_config(resolve_model(config.model.path)))
     return checkpoint_memory(arch, config, all_ranks=True)
@@ -260,8 +260,8 @@ def _activations(
 
     # With sequence parallelism, tp ranks share the tokens of norms and residuals; a CPU stores half of those
     # gathered.
-    apart = tp if trainer.sp else 1
-    inputs = 2 * hidden // apart + 2 * hidden // (apart if on_gpu else 1)
+    sharing_ranks = tp if trainer.sp else 1
+    inputs = 2 * hidden // sharing_ranks + 2 * hidden // (sharing_ranks if on_gpu else 1)
 
     # One layer's norms, residuals and attention.
     layer = tokens * size * (inputs + 3 * query + 3 * keys + 4 * arch.head_dim)
@@ -297,10 +297,10 @@ def _activations(
         backward += vocab * hidden * size
     if layers.stop < arch.layers:
         # Only the last stage has the head; this one stores what it passes on.
-        head = in_flight * tokens * hidden * size // apart
+        head = in_flight * tokens * hidden * size // sharing_ranks
     kept = len(layers) * in_flight
     if trainer.recompute is Recompute.FULL:
-        return tokens * hidden * size * kept // apart, max(head, layer + mlp + backward)
+        return tokens * hidden * size * kept // sharing_ranks, max(head, layer + mlp + backward)
     if trainer.recompute is Recompute.SELECTIVE:
         return layer * kept, max(head, mlp + backward)
     return (layer + mlp) * kept, max(head, backward)
@@ -366,10 +366,10 @@ def _small_matrices(arch: Architecture) -> int:
     return layer * (arch.layers + arch.mtp_layers)
 
 
-def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
+def server_memory(arch: Architecture, config: Config, gpu_memory: int = 0) -> Memory:
     """Estimate one GPU of an SGLang server.
 
-    card: bytes of the GPU, of which the server takes a fraction for weights and KV. 0: the KV cache has
+    gpu_memory: bytes of the GPU, of which the server takes a fraction for weights and KV. 0: the KV cache has
     the size that `max_running` conversations of `max_context` tokens need.
     """
     rollout, tp, size = config.rollout, config.rollout.sglang.tp, _element(config)
@@ -377,8 +377,8 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
 
     # The KV cache fills what weights leave of the server's share.
     kv = conversation_bytes(arch, config, tp) * rollout.max_running
-    if card:
-        kv = max(0, int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights)
+    if gpu_memory:
+        kv = max(0, int((rollout.sglang.memory_fraction or SERVER_FRACTION) * gpu_memory) - weights)
     tokens = max(rollout.prefill_tokens, rollout.max_running)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys) + _mlp_bytes(arch, tokens, size) // tp
@@ -386,14 +386,14 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
     working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16
 
     return Memory(
-        process="SGLang server, each GPU" if card else "SGLang server",
+        process="SGLang server, each GPU" if gpu_memory else "SGLang server",
         count=rollout.workers * tp,
-        on_gpu=bool(card),
+        on_gpu=bool(gpu_memory),
         parts={
             "weights": weights,
             "kv": kv,
             "activations": working,
-            "graphs": _graph_bytes(arch, config) if card else 0,
+            "graphs": _graph_bytes(arch, config) if gpu_memory else 0,
             "bucket": rollout.sglang.bucket_mb * MIB,
         },
     )
@@ -420,7 +420,7 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 
 
 def parked_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes of the conversations that one embedded engine keeps beside its rows."""
+    """Return the bytes of the conversations that one embedded engine keeps in addition to its rows."""
     rollout, pipeline = config.rollout, config.pipeline
     admitted = pipeline.groups_ahead * (1 + pipeline.max_staleness)
     groups = rollout.concurrent_groups or math.ceil(admitted / rollout.workers)
@@ -459,27 +459,34 @@ def _element(config: Config) -> int:
     return 4 if config.rollout.dtype is Dtype.FLOAT32 else 2
 
 
-def estimate(config: Config, card: int = 0) -> list[Memory]:
-    """Estimate every kind of process of a run. card: bytes of one GPU, 0 on a CPU."""
+def estimate(config: Config, gpu_memory: int = 0) -> list[Memory]:
+    """Estimate every kind of process of a run. gpu_memory: bytes of one GPU, 0 on a CPU."""
     run_mode, processes = config.run.half, []
+
+    # The policy is trained; a decoupled actor, if there is one, generates for it and is trained too.
     policy = read_architecture(read_config(resolve_model(config.model.path)))
     served = read_architecture(read_config(resolve_model(config.rollout_model)))
+
     if run_mode.trains:
-        trainer = trainer_memory(policy, config, on_gpu=card > 0)
+        trainer = trainer_memory(policy, config, on_gpu=gpu_memory > 0)
         saved = checkpoint_memory(policy, config).total
-        processes.append(trainer if card else _on_host(trainer, config, libraries=LIBRARIES, saved=saved))
+        processes.append(
+            trainer if gpu_memory else _on_host(trainer, config, libraries=LIBRARIES, saved=saved)
+        )
         if config.decoupled.active:
-            actor = trainer_memory(served, config, on_gpu=card > 0)
+            actor = trainer_memory(served, config, on_gpu=gpu_memory > 0)
             saved = checkpoint_memory(served, config).total
-            actor = actor if card else _on_host(actor, config, libraries=0, saved=saved)
+            actor = actor if gpu_memory else _on_host(actor, config, libraries=0, saved=saved)
             processes.append(replace(actor, process="trainer rank, the actor's part"))
 
     if run_mode.generates and config.rollout.engine is EngineKind.SGLANG:
-        processes.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
+        processes.append(server_memory(served, config, gpu_memory if config.rollout.device != "cpu" else 0))
     elif run_mode.generates:
-        engine = engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu")
+        engine = engine_memory(served, config, on_gpu=gpu_memory > 0 and config.rollout.device != "cpu")
+
+        # In one process with the trainer, libraries are loaded only once.
         shared = run_mode.trains and config.cluster.mode is ClusterMode.INLINE
-        if not card:
+        if not gpu_memory:
             engine = _on_host(engine, config, libraries=0 if shared else LIBRARIES)
             engine = replace(engine, parts=engine.parts | {"parked": parked_bytes(served, config)})
         processes.append(engine)
@@ -524,5 +531,5 @@ def host_bytes() -> int:
 
     # A container's limit is that of its cgroup (version 2).
     limit = Path("/sys/fs/cgroup/memory.max")
-    said = limit.read_text().strip() if limit.is_file() else "max"
-    return total if said == "max" else min(total, int(said))
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return total if text == "max" else min(total, int(text))

@@ -35,7 +35,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def store_memory(config: Config) -> Memory | None:
-    """Estimate what the store of the driver's node holds at the peak; None where that is nothing of these."""
+    """Estimate the store of the driver's node at its peak; None if it holds neither weights nor routes."""
     if config.cluster.mode is not ClusterMode.RAY or config.task is not Task.RL:
         return None
 
@@ -69,11 +69,11 @@ def _records(config: Config) -> dict[str, int]:
 def local_store() -> int:
     """Return the bytes of the object store of a Ray that is started on this machine."""
     shared = os.statvfs(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
-    room = int(0.95 * shared.f_bavail * shared.f_bsize) if shared else 0
+    capacity = int(0.95 * shared.f_bavail * shared.f_bsize) if shared else 0
 
     # Ray takes a share of the free memory: at most /dev/shm, or 10 GB where that is smaller, and never more
     # than 200 GB.
-    return min(int(_SHARE * (host_bytes() - psutil.virtual_memory().used)), max(_DISK, room), _MOST)
+    return min(int(_SHARE * (host_bytes() - psutil.virtual_memory().used)), max(_DISK, capacity), _MOST)
 
 
 def check_store(config: Config, driver: int, others: int | None = None) -> None:
@@ -87,11 +87,11 @@ def check_store(config: Config, driver: int, others: int | None = None) -> None:
 
     # The driver's node stores what waits too, the others only copies of the step and of the weights.
     copied = memory.total - memory.parts.get("waiting", 0)
-    needed, room, where = memory.total, driver, "the driver's"
+    needed, capacity, where = memory.total, driver, "the driver's"
     if needed <= driver:
         if others is None or copied <= others:
             return
-        needed, room, where = copied, others, "a"
+        needed, capacity, where = copied, others, "a"
 
     larger = (
         f"start Ray with a larger store (ray start --object-store-memory={needed})"
@@ -99,27 +99,27 @@ def check_store(config: Config, driver: int, others: int | None = None) -> None:
         else "take a machine with more memory, /dev/shm included (docker run --shm-size)"
     )
     weights = memory.parts.get("weights", 0)
-    if weights > room:
-        raise ValueError(_too_large_weights(config, weights, room, where) + f", or {larger}.")
+    if weights > capacity:
+        raise ValueError(_too_large_weights(config, weights, capacity, where) + f", or {larger}.")
 
     # Suggest sizes scaled down by the share that fits.
-    share = (room - weights) / (needed - weights)
+    share = (capacity - weights) / (needed - weights)
     pipeline, longest = config.pipeline, config.rollout.max_context
     prompts, context = (int(size * share) for size in (pipeline.prompts_per_step, longest))
     fewer = f"pipeline.prompts_per_step={prompts}, " if prompts else ""
     raise ValueError(
         f"rollout.replay_routes=true: the experts of {pipeline.prompts_per_step} * {pipeline.group_size} "
         f"trajectories of rollout.max_context={longest} tokens, and of those that wait, take "
-        f"{needed / GIB:.1f} GiB of Ray's object store on {where} node, which has {room / GIB:.1f}. Set "
+        f"{needed / GIB:.1f} GiB of Ray's object store on {where} node, which has {capacity / GIB:.1f}. Set "
         f"{fewer}rollout.max_context={context} or rollout.replay_routes=false, or {larger}."
     )
 
 
-def _too_large_weights(config: Config, weights: int, room: int, where: str) -> str:
+def _too_large_weights(config: Config, weights: int, capacity: int, where: str) -> str:
     """Return the begin of an error: the size of a version, and the transfer that needs no store, if any."""
     message = (
         f"one version of the weights takes {weights / GIB:.1f} GiB of Ray's object store on {where} node, "
-        f"which has {room / GIB:.1f}"
+        f"which has {capacity / GIB:.1f}"
     )
     separate = replace(config.cluster, share_gpus=False)
     sglang = replace(config.rollout.sglang, weight_transfer=WeightTransfer.COLLECTIVE)

@@ -82,12 +82,12 @@ def _check_growth(config: Config) -> None:
         )
 
     # A new worker needs a separate process, and a device that no trainer rank uses.
-    apart = cluster.mode is ClusterMode.RAY and not cluster.share_gpus and config.run.half is RunMode.BOTH
-    if most and not (apart and config.task is Task.RL):
+    separate = cluster.mode is ClusterMode.RAY and not cluster.share_gpus and config.run.half is RunMode.BOTH
+    if most and not (separate and config.task is Task.RL):
         raise ValueError(
             f"cluster.max_workers={most} with task={config.task}, cluster.mode={cluster.mode}, share_gpus="
             f"{str(cluster.share_gpus).lower()} and run.half={config.run.half}: workers join a run of task="
-            "rl in which each has a process and a place of its own. Set cluster.max_workers=0."
+            "rl in which each has a separate process and device. Set cluster.max_workers=0."
         )
 
 
@@ -115,7 +115,7 @@ def _check_function(config: Config) -> None:
 def check(config: Config) -> None:
     """Refuse every setting that is certain to fail, before anything is started.
 
-    Raises ValueError with what, the value and a hint.
+    Raises ValueError with the problem, the value and a hint.
     """
     if config.cluster.share_gpus:
         check_shared_gpus(config)
@@ -147,12 +147,12 @@ def check(config: Config) -> None:
     # Training and probing the MTP layer both need a checkpoint that has one.
     probed = config.metrics.probe.every and config.spec.needs_mtp
     # A draft model with a separate directory does not.
-    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.has_directory
-    learns = config.draft.online and not (beside or config.cotrains_draft)
+    separate_draft = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.has_directory
+    learns = config.draft.online and not (separate_draft or config.cotrains_draft)
     if learns or (probed and config.task is Task.RL):
         check_draft(config.draft, served, config.rollout_model)
 
-    if (beside or config.cotrains_draft) and config.draft.objective is DraftObjective.EAGLE1:
+    if (separate_draft or config.cotrains_draft) and config.draft.objective is DraftObjective.EAGLE1:
         raise ValueError(
             "draft.objective=eagle1 compares hidden states under one head, and an EAGLE-3 draft has another "
             "head than its target: train an MTP layer with it, or set draft.objective=kl."
@@ -242,7 +242,7 @@ def check(config: Config) -> None:
 
 def _check_learnable(config: Config) -> None:
     """Refuse runs in which nothing could be learnt. Raises ValueError."""
-    # spec.mode=greedy decodes at temperature 0 only, so there it is no mistake.
+    # spec.mode=greedy decodes at temperature 0 only, so there it is not a mistake.
     greedy = config.spec.mode is SpecMode.GREEDY
     if config.rollout.temperature == 0 and config.run.half is RunMode.BOTH and not greedy:
         raise ValueError(
@@ -287,7 +287,7 @@ def check_replay(config: Config, hf_config: Mapping[str, Any]) -> None:
     for what, present in refused.items():
         if present:
             raise ValueError(
-                f"rollout.replay_routes=true with {what}: it sends the tokens of a mixture of experts to the "
+                f"rollout.replay_routes=true with {what}: it sends the tokens of an MoE to the "
                 "experts that read them in the rollout. Set rollout.replay_routes=false."
             )
 

@@ -82,6 +82,7 @@ def samples(run: RunData) -> str:
 
 
 def _sample(event: dict[str, Any]) -> str:
+    """Return the answer of a `sample` event as HTML."""
     answer = escape(str(event.get("answer", ""))).replace("\n", "<br>")
     return (
         f'{answer}<br><span class="from">step {event.get("step")}, reward {event.get("reward", 0):.3g}</span>'

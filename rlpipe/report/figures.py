@@ -67,11 +67,12 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
     if any((run.path / "rollouts").is_dir() for run in by_step):
         built += breakdown_figures(by_step)
 
-    drawn = [figure for figure in built if figure.traces]
-    return sorted(drawn, key=lambda figure: SECTIONS.index(figure.section))
+    shown = [figure for figure in built if figure.traces]
+    return sorted(shown, key=lambda figure: SECTIONS.index(figure.section))
 
 
 def _reward(runs: Sequence[RunData]) -> Figure:
+    """Plot training and held-out rewards."""
     traces = []
     one = len(runs) == 1
     for n, run in enumerate(runs):
@@ -151,8 +152,8 @@ def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
     """Draw a plot of plots.toml; several runs are compared by its first metric."""
     title, metrics = plot["title"], plot["metrics"]
     (first, first_label), one = metrics[0], len(runs) == 1
-    drawn = [(runs[0], *metric) for metric in metrics] if one else [(run, first, run.name) for run in runs]
-    series = [(n, run.series(name), label) for n, (run, name, label) in enumerate(drawn)]
+    shown = [(runs[0], *metric) for metric in metrics] if one else [(run, first, run.name) for run in runs]
+    series = [(n, run.series(name), label) for n, (run, name, label) in enumerate(shown)]
 
     axis = {"title": {"text": plot["unit"]}} | ({"rangemode": "tozero"} if plot["from_zero"] else {})
     return Figure(
@@ -180,6 +181,7 @@ def _info_plots(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _timing(runs: Sequence[RunData]) -> Figure:
+    """Plot the seconds of each phase of a step, stacked."""
     if len(runs) > 1:
         return _timing_of_runs(runs)
 
@@ -218,18 +220,19 @@ def _area(points: tuple[list[int], list[float]], name: str, colour: int) -> dict
 
 
 def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
+    """Plot the mean seconds of each phase, a bar for each run."""
     names = ("timing_s/step", *(name for name, _, _ in STEP_PHASES))
     means = [{name: _mean(run.series(name)[1]) for name in names} for run in runs]
     labels = [run.name for run in runs]
 
     # A phase that is small in every run is part of "other".
-    drawn = [p for p in STEP_PHASES if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)]
+    shown = [p for p in STEP_PHASES if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)]
     traces = [
-        bars(label, n, labels, values=[m[name] for m in means], across=True) for name, label, n in drawn
+        bars(label, n, labels, values=[m[name] for m in means], across=True) for name, label, n in shown
     ]
 
     if traces:
-        other = [max(0.0, m["timing_s/step"] - sum(m[name] for name, _, _ in drawn)) for m in means]
+        other = [max(0.0, m["timing_s/step"] - sum(m[name] for name, _, _ in shown)) for m in means]
         traces.append(bars("other", COLOURS - 1, labels, values=other, across=True))
 
     return Figure(

@@ -163,16 +163,16 @@ def _over_time(run: RunData, splits: AcceptanceSplit) -> Figure:
     """Draw the change of the overall rate and its parts at every step, as the run emitted them."""
     steps = run.series(RATE)[0]
     stride = ceil(len(steps) / DOTS)
-    drawn = [split for step in steps[::-stride][::-1] if (split := splits.at(0, step))]
+    shown = [split for step in steps[::-stride][::-1] if (split := splits.at(0, step))]
 
     traces = []
     for name, label, colour in PARTS:
-        points = [(split.late[1], split.parts[name]) for split in drawn if name in split.parts]
+        points = [(split.late[1], split.parts[name]) for split in shown if name in split.parts]
         if points:
             values = ([step for step, _ in points], [part.value for _, part in points])
             traces.append(line(values, label, colour))
 
-    last = drawn[-1]
+    last = shown[-1]
     source, slope = next(iter(last.slopes.items()))
     return Figure(
         title="Change of the acceptance rate since the early phase",
@@ -217,6 +217,7 @@ def _bars(parts: Sequence[Interval], labels: list[str], name: str, *, colour: in
 
 
 def _bar_layout(rows: int, parts: int) -> dict[str, Any]:
+    """Return the layout of grouped bars: 18 pixels high each, 10 between rows."""
     return {
         "barmode": "group",
         "hovermode": "closest",

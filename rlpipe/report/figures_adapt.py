@@ -31,6 +31,7 @@ def adaptation_figures(runs: Sequence[RunData]) -> list[Figure]:
 
 
 def _acceptance(runs: Sequence[RunData]) -> Figure:
+    """Plot acceptance of each held-out set over the steps of adaptation."""
     traces, one = [], len(runs) == 1
     for n, run in enumerate(runs):
         for m, (domain, modes) in enumerate(held_out(run).items()):

@@ -36,7 +36,7 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
             cuts = [cut for cut in acceptance_by(drafts[run.name], key) if cut.label][:MAX_BINS]
             if len(cuts) > 1:
                 # A single bin would repeat the overall rate.
-                hover = [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
+                hover = [f"{cut.verified} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
 
                 labels, rates = [cut.label for cut in cuts], [cut.rate for cut in cuts]
                 errors = [cut.se or 0.0 for cut in cuts]
@@ -46,7 +46,7 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
         figures.append(
             Figure(
                 title=f"Acceptance {title}",
-                note=f"Σ kept / Σ judged drafts of recorded rollouts, ± standard error. {note}",
+                note=f"Σ accepted / Σ verified drafts of recorded rollouts, ± standard error. {note}",
                 traces=traces,
                 layout={
                     "hovermode": "closest",

@@ -74,7 +74,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # Under DNS rebinding, a foreign page reaches this server under another host name.
-            if not may_ask(self.headers.get("Host", ""), names):
+            if not is_allowed_host(self.headers.get("Host", ""), names):
                 self.send_error(421, "Misdirected Request")
                 return
 
@@ -105,10 +105,11 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
     return server
 
 
-def may_ask(host: str, names: Collection[str]) -> bool:
+def is_allowed_host(host: str, names: Collection[str]) -> bool:
     """Return whether a Host header names this machine: by name, or by an address, which cannot be rebound.
 
-    >>> [may_ask(host, {"localhost"}) for host in ("LOCALHOST:80", "[::1]:80", "10.0.0.7", "evil.org", "")]
+    >>> hosts = ("LOCALHOST:80", "[::1]:80", "10.0.0.7", "evil.org", "")
+    >>> [is_allowed_host(host, {"localhost"}) for host in hosts]
     [True, True, True, False, False]
     """
     name = urlsplit(f"//{host}").hostname or ""

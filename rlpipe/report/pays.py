@@ -43,7 +43,7 @@ class Pay:
         return self.tokens / self.cost
 
     @property
-    def verdict(self) -> str:
+    def outcome(self) -> str:
         """Name the outcome."""
         if abs(self.gain - 1) < EVEN:
             return "even"
@@ -58,7 +58,7 @@ def pays(costs: Mapping[tuple[int, int], float], rates: list[float]) -> list[Pay
         rates: acceptance at depth 1, 2, ..., given that the depth before was accepted.
 
     >>> [row] = pays({(1, 0): 10.0, (1, 1): 12.0}, [0.5])
-    >>> row.needed, row.gain, row.verdict
+    >>> row.needed, row.gain, row.outcome
     (0.2, 1.25, 'pays')
     """
     rows, needed = [], break_even_acceptance(costs)
@@ -115,7 +115,7 @@ def pays_table(run: RunData) -> str:
             f"{row.tokens:.2f}",
             f"{row.gain:.2f}",
             {"pays": '<span class="good">pays</span>', "even": "even"}.get(
-                row.verdict, f'<span class="bad">{row.verdict}</span>'
+                row.outcome, f'<span class="bad">{row.outcome}</span>'
             ),
         ]
         for row in rows

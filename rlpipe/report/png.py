@@ -46,6 +46,7 @@ def write_pngs(runs: Sequence[RunData], directory: Path) -> list[Path]:
 
 
 def _draw(figure: Figure, path: Path) -> None:
+    """Draw a figure of the report by matplotlib, and save it."""
     from matplotlib.figure import Figure as Canvas
 
     height = figure.layout.get("height", 290) / 80
@@ -89,6 +90,7 @@ def _draw(figure: Figure, path: Path) -> None:
 
 
 def _line(panel: Axes, trace: dict[str, Any]) -> None:
+    """Draw a trace of the report: a line, points, or both, with error bars."""
     style = trace.get("line", {})
     marker = trace.get("marker", {})
     points = "markers" in trace["mode"]

@@ -28,6 +28,7 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def _row(path: Path, settings: str) -> tuple[str, ...]:
+    """Return the cells of a run."""
     # A run that waits for its turn in a sweep has no files yet.
     begun = (path / "config.yaml").exists()
     run = load_run(path) if begun else RunData(path=path, name=path.name)

@@ -57,6 +57,7 @@ def _recorded(run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
+    """Return what the page's script reads of a trajectory."""
     reward = trajectory.get("reward")
     row = {
         "run": run,

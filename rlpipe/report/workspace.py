@@ -177,7 +177,7 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
     return workspace, report
 
 
-def _panel(figure: str, title: str, y: list[str], *, x: str = STEP, **more: Any) -> dict[str, Any]:
+def _panel(figure: str, title: str, y: list[str], *, x: str = STEP, **more: object) -> dict[str, Any]:
     for name in (*y, x):
         declared(name)  # raises ValueError for a metric that no run logs
     return {"figure": figure, "title": f"{figure}: {title}" if figure else title, "x": x, "y": y, **more}
@@ -216,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace) -> int:
+    """Write or read a specification, and create it at W&B if logged in; return the exit status."""
     if bool(options.runs) == bool(options.spec):
         raise ValueError("name run directories to make a spec of, or --spec FILE to send one.")
 

@@ -89,17 +89,17 @@ def make_content(runs: Sequence[RunData]) -> Content:
     from rlpipe.diagnosis.comparison import compare_runs  # these need numpy, nothing before did
     from rlpipe.diagnosis.summary import summarize
 
-    drawn, trajectories = figures(runs), shown_trajectories(runs)
+    shown, trajectories = figures(runs), shown_trajectories(runs)
 
     body = [
         _head(runs),
-        navigation(drawn, trajectories=bool(trajectories)),
+        navigation(shown, trajectories=bool(trajectories)),
         *(_notices(run) for run in runs),
         (summarize(runs[0]) if len(runs) == 1 else compare_runs(runs)).html(),
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
         pays_table(runs[0]) if len(runs) == 1 else "",
         *([differences(runs)] if len(runs) > 1 else []),
-        _plots(drawn, window(runs)),
+        _plots(shown, window(runs)),
         samples(runs[0]) if len(runs) == 1 else "",
         viewer_html(trajectories),
         '<h2 id="details">Details</h2>',
@@ -112,7 +112,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
     return Content(
         title=" · ".join(run.name for run in runs),
         body="\n".join(part for part in body if part),
-        figures=drawn,
+        figures=shown,
         trajectories=trajectories,
     )
 
@@ -147,6 +147,7 @@ def pack(text: str) -> str:
 
 
 def _head(runs: Sequence[RunData]) -> str:
+    """Return the title of the page."""
     if len(runs) > 1:
         legend = "A colour is a run, everywhere below."
         if len(pool_seeds(runs)) < len(runs):
@@ -180,6 +181,7 @@ def _speculation(run: RunData) -> str:
 
 
 def _notices(run: RunData) -> str:
+    """Return notices about a run that failed, did not end or recorded little."""
     notes = []
     if not any("timing_s/step" in record for record in run.records):
         what = "Validation was recorded, but no" if run.records else "No"
@@ -315,6 +317,7 @@ def _cards(run: RunData) -> str:
 
 
 def _comparison(runs: Sequence[RunData]) -> str:
+    """Return the table that compares runs, and the settings in which they differ."""
     # The colour of a run is that of its arm.
     colours = {id(run): n for n, arm in enumerate(pool_seeds(runs)) for run in arm.seeds or [arm]}
     summaries = [{label: (big, small) for label, big, small in _summary(run)} for run in runs]
@@ -340,7 +343,8 @@ def _comparison(runs: Sequence[RunData]) -> str:
     return arms(runs) + runs_table
 
 
-def _plots(drawn: Sequence[Figure], steps: int) -> str:
+def _plots(shown: Sequence[Figure], steps: int) -> str:
+    """Return the boxes of the plots, section by section; the page's script fills them."""
     parts = []
     if steps > 1:
         parts.append(f'<p class="note">A point is the mean of {steps} steps.</p>')
@@ -349,7 +353,7 @@ def _plots(drawn: Sequence[Figure], steps: int) -> str:
         boxes = "".join(
             f'<section class="plot{" wide" if f.wide else ""}"><h3>{escape(f.title)}</h3>'
             f'<p class="note">{escape(f.note)}</p><div id="plot-{n}"></div></section>'
-            for n, f in enumerate(drawn)
+            for n, f in enumerate(shown)
             if f.section == section
         )
         if boxes:
@@ -357,9 +361,9 @@ def _plots(drawn: Sequence[Figure], steps: int) -> str:
     return "\n".join(parts)
 
 
-def navigation(drawn: Sequence[Figure], *, trajectories: bool) -> str:
+def navigation(shown: Sequence[Figure], *, trajectories: bool) -> str:
     """Build the links to the parts of the page; trajectories: the page has a viewer."""
-    parts = [section for section in SECTIONS if any(f.section == section for f in drawn)]
+    parts = [section for section in SECTIONS if any(f.section == section for f in shown)]
     parts += [*(["Trajectories"] if trajectories else []), "Details"]
     links = "".join(f'<a href="#{_anchor(part)}">{escape(part)}</a>' for part in ("Top", *parts))
     return f'<nav aria-label="parts of the page">{links}</nav>'

@@ -91,8 +91,8 @@ class ChatFormat:
         """Return the full prompt of a first turn, generation prompt included. tools: see `check_tools`."""
         return self._encode(self._render(messages, generate=True, tools=tools))
 
-    def harmless(self, value: Any) -> Any:
-        """Return JSON values with every special token that a text in them spells out broken up."""
+    def harmless(self, value: object) -> Any:
+        """Return JSON values with the special tokens in their texts broken up, so that they stay text."""
         if isinstance(value, str):
             return self._defuse(value)
         if isinstance(value, Mapping):
@@ -206,6 +206,7 @@ class ChatFormat:
         return text.split(_MARKER, 1)[1]
 
     def _render(self, messages: Sequence[Message], *, generate: bool, tools: Tools | None = None) -> str:
+        """Render messages by the chat template, with special tokens in texts made harmless."""
         harmless = [
             {key: self._defuse(value) if isinstance(value, str) else value for key, value in message.items()}
             for message in messages

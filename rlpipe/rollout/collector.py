@@ -84,7 +84,7 @@ class Collector:
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
     spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
     agents: serves the attempts of episodes that are an `AgentEpisode`; needed only by suites that have them.
-    kv_budget: delays attempts whose keys and values the engine has no room for; None starts all at once.
+    kv_budget: delays attempts whose keys and values the engine could not store; None starts all at once.
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class Collector:
     async def _run_agent(self, attempt: Attempt, episode: AgentEpisode) -> tuple[StepResult, ExitReason]:
         """Have an agent talk to the model until it returns, and grade its answer.
 
-        An agent that fails after a request was refused for a limit failed of that: it is graded as it is.
+        If an agent fails after a request was refused for a limit, the limit is the cause: its work is graded.
         """
         assert self._agents is not None, "suites with agents need an endpoint"
         session = await self._agents.open(

@@ -8,7 +8,7 @@
 
 A stuck thread cannot be ended by Python. It is counted for as long as it is stuck; too many of them end the
 run. All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises in
-them: an environment must not end a run without a word.
+them: an environment must not end a run silently.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class EnvironmentThreads:
 
 
 class _Thread:
-    """A daemon thread that runs one function after another. work, since: the last one's name and start."""
+    """A daemon thread that runs functions in turn. work, since: name and start of the latest."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class _Thread:
         self.work, self.since = "", 0.0
 
     def start(self, function: Callable[[], T], name: str) -> Future[T]:
-        """Run the function next; return the future of its result."""
+        """Queue the function; return a future of its result."""
         self.work, self.since = name, time.monotonic()
         future: Future[T] = Future()
         self._calls.put((future, function))
@@ -166,6 +166,7 @@ class _Thread:
         return line_of_thread(self._thread)
 
     def _run(self) -> None:
+        """Execute calls until None is queued; the body of a thread."""
         _IN_THREAD.pid = os.getpid()
         while (call := self._calls.get()) is not None:
             future, function = call

@@ -123,6 +123,7 @@ class InjectedEngine:
         self._serving = version
 
     async def _decode_on(self, request: GenerateRequest, context: np.ndarray, tokens: int) -> None:
+        """Decode further tokens after a turn and discard them."""
         sampling = replace(request.sampling, max_new_tokens=tokens, stop_token_ids=(), top_logprobs=0)
         longer = GenerateRequest(
             request_id=f"{request.request_id}/long", prompt_ids=context, sampling=sampling

@@ -4,10 +4,10 @@
 
 A conversation that the engine cannot store is computed again at each of its turns, so that more open attempts
 make fewer turns. An attempt is therefore admitted when it fits in addition to all open ones, at the length
-that recent attempts had at their end; until one has ended, at the lengths so far. This is an estimate: open
+that recent attempts had at their end (until one has ended, at the lengths so far). This is an estimate: open
 attempts are never interrupted, and what does not fit is computed again.
 
-Invariant: attempts are admitted in the order in which they asked, and one always is if none is open.
+Invariant: attempts are admitted in the order of their calls, and one always is if none is open.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Admitted:
 class KvBudget:
     """Admits attempts.
 
-    rows: conversations that the engine stores at any length. tokens: of the conversations that it stores
-    beside those; 0 admits every attempt.
+    rows: how many conversations the engine stores at any length. tokens: how many tokens of further
+    conversations it stores; 0 admits every attempt.
     """
 
     def __init__(self, *, rows: int, tokens: int) -> None:
@@ -51,7 +51,7 @@ class KvBudget:
     @property
     def waiting(self) -> int:
         """Return how many attempts wait."""
-        return sum(asked.attempts for turn, asked in self._waiting if not turn.done())
+        return sum(requested.attempts for turn, requested in self._waiting if not turn.done())
 
     @contextlib.asynccontextmanager
     async def admit(self, attempts: int) -> AsyncIterator[Admitted]:
@@ -59,37 +59,37 @@ class KvBudget:
 
         The caller keeps `tokens` of what it gets up to date.
         """
-        asked, turn = Admitted(attempts), asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, asked))
+        requested, turn = Admitted(attempts), asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, requested))
         self._admit_waiting()
         try:
             await turn
-            yield asked
+            yield requested
         finally:
             turn.cancel()  # if the caller left while it waited
-            self._open.discard(asked)
-            if asked.tokens:
-                self._recent.append(asked.length)
+            self._open.discard(requested)
+            if requested.tokens:
+                self._recent.append(requested.length)
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            turn, asked = self._waiting[0]
+            turn, requested = self._waiting[0]
             if not turn.done():
-                if self._open and not self._fits(asked):
+                if self._open and not self._fits(requested):
                     return
-                self._open.add(asked)
+                self._open.add(requested)
                 turn.set_result(None)
             self._waiting.popleft()
 
-    def _fits(self, asked: Admitted) -> bool:
+    def _fits(self, requested: Admitted) -> bool:
         """Return whether the engine can store attempts in addition to the open ones."""
         if not self._tokens:
             return True
         expected = fmean(self._recent or [0])
         lengths = sorted(
-            max(one.length, expected) for one in (*self._open, asked) for _ in range(one.attempts)
+            max(one.length, expected) for one in (*self._open, requested) for _ in range(one.attempts)
         )
 
-        # The rows hold the shortest, so that the estimate errs on the side of what fits.
+        # It is not known which have a row: assuming the shortest, the estimate is never too low.
         return sum(lengths[self._rows :]) <= self._tokens

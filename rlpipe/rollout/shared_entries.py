@@ -1,8 +1,8 @@
 """Entries of SGLang's processes in /dev/shm, which are removed when the processes were killed.
 
 A killed server leaves 16 KiB and some semaphores behind. Flow: once a server is ready, the entries of its
-process group are listed in a file named after this process; ending the server removes them, or else `sweep`
-does, once this process is dead, too.
+process group are listed in a file named after this process; ending the server removes them, or else
+`remove_leftovers` does, once this process is dead, too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PREFIX = "rlpipe-shared-entries-"
 
 
 def note(group: int) -> Path:
-    """List the present entries of a process group in a file, and return it. Sweeps first."""
-    sweep()
+    """List the present entries of a process group in a file, and return it. First removes leftovers."""
+    remove_leftovers()
     file = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}-{group}")
     file.write_text(json.dumps(sorted({name for pid in psutil.pids() for name in _entries(pid, group)})))
     return file
@@ -37,7 +37,7 @@ def remove(file: Path) -> None:
         file.unlink()
 
 
-def sweep() -> None:
+def remove_leftovers() -> None:
     """Remove the entries listed by processes of this user that are dead."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # Another process may have removed it, or the file is not from `note`.

@@ -20,7 +20,7 @@ class TurnGenerator:
     """Has an engine generate turns.
 
     engine: may be replaced; turns that the previous one ends with ABORT are continued by the new one.
-    running: turns that the engine has. ignore_eos: turns end by their budget alone.
+    running: turns that the engine has. ignore_eos: turns end only by their budget.
     """
 
     def __init__(self, engine: Engine, *, ignore_eos: bool) -> None:

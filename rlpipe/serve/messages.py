@@ -36,6 +36,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     messages: list[Message] = []
     if system := text_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
+
     given = list_of(body.get("messages"), "messages")
     if not given:
         raise ApiError(400, "messages is empty: send one message or more.")
@@ -45,6 +46,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     max_tokens = count_of(body, "max_tokens", least=1, most=MAX_TOKENS)
     if max_tokens is None:
         raise ApiError(400, "max_tokens is missing: set the maximum number of tokens of an answer.")
+
     tools = tools_of([{"function": _function(tool)} for tool in list_or_empty(body, "tools")])
     return ChatRequest(
         messages=messages,
@@ -76,6 +78,8 @@ def events(
     (reply,) = replies
     empty = _usage(reply) | {"output_tokens": 0}
     yield named("message_start", message=_head(reply, body, name) | {"content": [], "usage": empty})
+
+    # A turn arrives all at once, so each block has one delta.
     for index, block in enumerate(_blocks(reply)):
         if block["type"] == "text":
             start, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -132,6 +136,7 @@ def _messages_of(given: Any) -> list[Message]:
 
 
 def _head(reply: Reply, body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the fields that a message has before its content is known."""
     return {
         "id": f"msg_{name}",
         "type": "message",

@@ -251,8 +251,8 @@ def document() -> dict[str, Any]:
         "/inference/v1/generate": ("Tokens in, tokens out.", "GenerateRequest", "Generated"),
     }
     paths: dict[str, Any] = {
-        path: {"post": _operation(title, answer, asked=asked)}
-        for path, (title, asked, answer) in posts.items()
+        path: {"post": _operation(title, answer, request=request)}
+        for path, (title, request, answer) in posts.items()
     }
     paths["/v1/models"] = {"get": _operation("The model of this run.", "Models")}
     paths["/health"] = {
@@ -283,20 +283,20 @@ def document() -> dict[str, Any]:
     }
 
 
-def _operation(title: str, answer: str, *, asked: str = "", open_to_all: bool = False) -> dict[str, Any]:
-    """Describe an operation by its schemas. asked: of the body; none for a GET."""
+def _operation(title: str, answer: str, *, request: str = "", open_to_all: bool = False) -> dict[str, Any]:
+    """Describe an operation by the names of its schemas. request: the body's; empty for a GET."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
-    if asked and asked != "GenerateRequest":
+    if request and request != "GenerateRequest":
         # Of each event. The data are JSON, and at the end of chat completions "[DONE]".
         content["text/event-stream"] = {"schema": _object({"data": _TEXT}, {"event": _TEXT})}
-    statuses = {} if open_to_all else _REFUSED | _RETRY if asked else {401: _REFUSED[401]}
+    statuses = {} if open_to_all else _REFUSED | _RETRY if request else {401: _REFUSED[401]}
     failed = {"content": {"application/json": {"schema": _ref("Error")}}}
     operation: dict[str, Any] = {
         "summary": title,
         "responses": {"200": {"description": "The answer.", "content": content}}
         | {str(status): failed | {"description": text} for status, text in statuses.items()},
     }
-    if asked:
-        body = {"application/json": {"schema": _ref(asked)}}
+    if request:
+        body = {"application/json": {"schema": _ref(request)}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation | ({"security": []} if open_to_all else {})

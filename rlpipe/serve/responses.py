@@ -28,6 +28,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request of a body. Raises ApiError."""
     if kept := [name for name in _STATE if body.get(name) is not None and body[name] is not False]:
         raise ApiError(400, f"{kept[0]} is not supported: send the whole conversation as input.")
+
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else text
     if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
@@ -36,6 +37,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
     messages: list[Message] = []
     if instructions := text_of(body.get("instructions"), "instructions"):
         messages.append({"role": "system", "content": instructions})
+
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(given, "input")
     if not items:
@@ -48,6 +50,7 @@ def request_of(body: Mapping[str, Any]) -> ChatRequest:
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             raise ApiError(400, "tools must be functions: the server runs no tools.")
         tools.append({"function": tool})
+
     return ChatRequest(
         messages=messages,
         tools=chosen_tools(body, tools_of(tools)),
@@ -74,6 +77,7 @@ def events(
 def _events(
     reply: Reply, body: Mapping[str, Any], name: str, created: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of an answer: each item is announced, filled by one delta, and ended."""
     done = _response(reply, body, name, created)
     started = done | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield "response.created", {"response": started}
@@ -84,6 +88,7 @@ def _events(
         empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
         opened = item | {"status": "in_progress"} | empty
         yield "response.output_item.added", {"output_index": index, "item": opened}
+
         if item["type"] == "message":
             (part,) = item["content"]
             within = at | {"content_index": 0}
@@ -95,7 +100,9 @@ def _events(
             arguments = item["arguments"]
             yield "response.function_call_arguments.delta", at | {"delta": arguments}
             yield "response.function_call_arguments.done", at | {"arguments": arguments, "name": item["name"]}
+
         yield "response.output_item.done", {"output_index": index, "item": item}
+
     yield f"response.{done['status']}", {"response": done | {"output": items}}
 
 
@@ -119,6 +126,7 @@ def _add(messages: list[Message], item: Any) -> None:
 
 
 def _items(reply: Reply, name: str) -> list[dict[str, Any]]:
+    """Return the items of an answer: its text, if there is one, then its calls."""
     items: list[dict[str, Any]] = []
     if reply.content or not reply.calls:
         part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
@@ -133,11 +141,13 @@ def _items(reply: Reply, name: str) -> list[dict[str, Any]]:
         }
         for number, call in enumerate(reply.calls)
     ]
+
     status = "incomplete" if reply.finish == "length" else "completed"
     return [item | {"status": status} for item in items]
 
 
 def _response(reply: Reply, body: Mapping[str, Any], name: str, created: int) -> dict[str, Any]:
+    """Return the response object without its output."""
     cut = reply.finish == "length"
     return {
         "id": f"resp_{name}",

@@ -105,6 +105,7 @@ class AgentServer:
         self._root_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 
     def _application(self) -> web.Application:
+        """Return the routes; a key may be part of the address, for clients that cannot send one."""
         app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY)
         for prefix in ("", "/session/{key}"):
             for path, dialect in (
@@ -115,6 +116,7 @@ class AgentServer:
                 app.router.add_post(prefix + path, self._handler(dialect))
             app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
             app.router.add_get(f"{prefix}/v1/models", self._models)
+
         app.router.add_get("/health", _health)
         app.router.add_get("/openapi.json", _openapi)
         return app
@@ -131,11 +133,15 @@ class AgentServer:
         return session
 
     def _handler(self, dialect: ModuleType) -> Handler:
+        """Return what serves the route of a dialect."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session_of(request)
             body = await _body(request)
             asked, streams = dialect.request_of(body), flag_of(body, "stream")
             name, created = secrets.token_hex(12), int(time.time())
+
+            # When the client disconnects, aiohttp cancels this coroutine, and the turn with it.
             work = asyncio.ensure_future(session.chat(asked))
             try:
                 if streams:
@@ -157,6 +163,7 @@ class AgentServer:
         return web.json_response(generate.answer(reply, secrets.token_hex(12)))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        """List the one model, with the limit that agents read to shorten their history."""
         limit = self._session_of(request).max_context
         model = {
             "id": "policy",
@@ -177,7 +184,7 @@ class _Stream:
     async def send(
         self, work: asyncio.Future[Any], events: Callable[[Any], Iterator[tuple[str, Any]]]
     ) -> web.StreamResponse:
-        """Send the events of what `work` returns. An error before the first sign of life has its status."""
+        """Send the events of what `work` returns. An error before anything was sent keeps its HTTP status."""
         await asyncio.wait({work}, timeout=_PING_S)
         if work.done() and work.exception() is not None:
             return await work
@@ -187,6 +194,7 @@ class _Stream:
         while not work.done():
             await response.write(b": generating\n\n")
             await asyncio.wait({work}, timeout=_PING_S)
+
         try:
             for kind, data in events(work.result()):
                 await response.write(_server_sent(kind, data))
@@ -221,6 +229,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
             text = await request.read()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_S:g} s.", "slow") from None
+
     try:
         body = strict_json(text)
     except (ValueError, RecursionError) as error:
@@ -232,7 +241,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer errors in the form of the dialect that was asked."""
+    """Answer errors in the form of the route's dialect."""
     error = messages.error if request.path.endswith("/v1/messages") else chat.error
     try:
         return await handler(request)

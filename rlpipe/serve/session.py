@@ -117,6 +117,7 @@ class Session:
             raise ApiError(400, "messages is empty: send one message or more.")
         if request.messages[-1]["role"] == "assistant":
             raise ApiError(400, "the last message is the assistant's: the model writes the next one itself.")
+
         self._counts["overridden"] += bool(request.overridden)
         with self._admitted(request.n):
             return await gather_or_cancel(self._chat_turn(request) for _ in range(request.n))
@@ -136,6 +137,7 @@ class Session:
         """Refuse further requests, end those that run, and write everything recorded to the trajectory."""
         if self._closed:
             return
+
         self._closed = True
         self._on_close()
         for task in self._running:
@@ -147,6 +149,7 @@ class Session:
             self._attempt.end_session(self._session_id(number))
             if number in self._segments:
                 trajectory.append_segment(self._segments[number])
+
         trajectory.info |= dict(self._counts)
         trajectory.info["segments"] = len(self._segments)
 
@@ -174,6 +177,7 @@ class Session:
             self._running.discard(task)
 
     async def _chat_turn(self, request: ChatRequest) -> Reply:
+        """Generate, record and parse one turn. Raises ApiError."""
         plan = self._plan(request)
         result = await self._generate(plan, request, self._chat.stop_token_ids)
         raw = self._chat.decode(result.output_ids.tolist())
@@ -189,12 +193,14 @@ class Session:
         return self._reply(plan, result, parsed, calls, request)
 
     def _parsed(self, raw: str, request: ChatRequest) -> tuple[ParsedTurn, list[Call]]:
-        """Return a turn as the client gets it: cut at a text that ends it, and its tool calls apart."""
+        """Return a turn as the client gets it, cut at a text that ends it, and its tool calls."""
         if stops := [at for stop in request.stop if (at := raw.find(stop)) >= 0]:
             raw = raw[: min(stops)]
+
         plain = ParsedTurn(calls=(), content=raw)
         if not request.tools:
             return plain, []
+
         try:
             parsed = parse_turn(raw, self._parser)
         except MalformedCall:
@@ -215,48 +221,53 @@ class Session:
         """Find the recorded turn that a request continues, and claim it. Raises ApiError."""
         messages, tools = self._chat.harmless(request.messages), self._chat.harmless(request.tools)
         keys = _keys(request.messages, tools)
-        whole = self._rendered(messages, tools)
+        text = self._rendered(messages, tools)
 
+        # The longest beginning of the messages that ends with a recorded turn.
         known = next((k for k in range(len(keys) - 2, 0, -1) if keys[k] in self._by_key), 0)
         plan = None
         if known:
             turns = self._by_key[keys[known]]
             turn = next((turn for turn in turns if not turn.continued), turns[0])
-            plan = self._continued(turn, messages, tools, keys=keys, whole=whole)
+            plan = self._continued(turn, messages, tools, keys=keys, text=text)
 
+        # A client that kept the history continues the last turn of the assistant.
         spoken = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
         if spoken and (plan is None or known < spoken[-1]):
             self._counts["drift"] += 1
             self._counts["drift_template"] += known >= spoken[-1]
+
         if plan is None:
-            ids = np.asarray(self._chat.encode(whole), np.int32)
-            plan = self._planned(ids, None, messages=messages, text=whole, keys=keys)
+            ids = np.asarray(self._chat.encode(text), np.int32)
+            plan = self._planned(ids, None, messages=messages, text=text, keys=keys)
         return plan
 
     def _continued(
         self,
         turn: _Recorded,
-        told: list[Message],
+        messages: list[Message],
         tools: list[dict[str, Any]],
         *,
         keys: list[str],
-        whole: str,
+        text: str,
     ) -> _Plan | None:
         """Return the plan that continues a turn; None where the template does not write what is recorded.
 
-        told, whole: the conversation as the client sends it, and rendered. What follows the turn must be the
-        same there: a template may write a turn's calls in another way, but not what comes after them.
+        messages, text: the conversation as the client sends it, and its rendered text. After the recorded
+        turn, both renderings must agree: a template may write the turn's calls in another way, but nothing
+        else.
         """
         if turn.messages is None:
             return None
-        messages = [*turn.messages, *told[len(turn.messages) :]]
-        text = whole if messages == told else self._rendered(messages, tools)
-        ids = self._chat.following(text, before=turn.text, last_id=int(self._ids_of(turn)[-1]))
-        if ids is None or not whole.endswith(text[len(turn.text) :]):
+
+        recorded = [*turn.messages, *messages[len(turn.messages) :]]
+        rendered = text if recorded == messages else self._rendered(recorded, tools)
+        ids = self._chat.following(rendered, before=turn.text, last_id=int(self._ids_of(turn)[-1]))
+        if ids is None or not text.endswith(rendered[len(turn.text) :]):
             return None
 
         prompt = np.concatenate((self._ids_of(turn), np.asarray(ids, np.int32)))
-        return self._planned(prompt, turn, messages=messages, text=text, keys=keys)
+        return self._planned(prompt, turn, messages=recorded, text=rendered, keys=keys)
 
     def _plan_tokens(self, ids: np.ndarray) -> _Plan:
         """Find the longest recorded text that token ids begin with. Raises ApiError."""
@@ -266,7 +277,7 @@ class Session:
         after = max(before, key=lambda turn: (turn.length, not turn.continued), default=None)
         new = ids[after.length if after else 0 :]
         if new.max() >= self._chat.vocab:
-            raise ApiError(400, f"token_ids: {new.max()} is no token of this model ({self._chat.vocab}).")
+            raise ApiError(400, f"token_ids: {new.max()} is not a token of this model ({self._chat.vocab}).")
         return self._planned(ids, after, messages=None, text="", keys=[""])
 
     def _planned(
@@ -288,12 +299,15 @@ class Session:
                 f"{len(prompt)} tokens (rollout.max_context).",
                 "context_length_exceeded",
             )
+
+        # A turn that another request has continued is only context here: a further segment begins.
         extends = after is not None and not after.continued
         if after is not None and extends:
             after.continued = True
             segment = after.segment
         else:
             segment, self._opened = self._opened, self._opened + 1
+
         return _Plan(
             prompt=prompt,
             after=after,
@@ -343,6 +357,7 @@ class Session:
             stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
             top_logprobs=max(attempt.top_logprobs, request.top_logprobs),
         )
+
         try:
             if request.stop:
                 return await self._generate_until(turn, request.stop)
@@ -367,6 +382,7 @@ class Session:
                 replace(turn, key=f"{turn.key}.{done}", prompt=prompt, budget=budget)
             )
             result = part if result is None else joined(result, part)
+
             if end := self._end_at(result.output_ids.tolist(), stops, done):
                 result = shortened(result, end)
                 result.finish_reason = FinishReason.STOP
@@ -401,6 +417,8 @@ class Session:
                 prompt_length=len(plan.prompt),
             )
             self._segments[plan.segment] = segment
+
+        # The tokens between the last turn and this one.
         segment.append_context(plan.prompt[len(segment.token_ids) :])
 
         # Alternatives that only the client asked for are not part of the record.
@@ -408,6 +426,7 @@ class Session:
         segment.append_sampled(replace(result, top_logprobs=top if attempt.top_logprobs else None))
         self.cut |= result.finish_reason is FinishReason.LENGTH
 
+        # By these a later request finds the turn: the text as the model wrote it, the key as clients see it.
         messages = None if plan.messages is None else [*plan.messages, {"role": "assistant", "content": raw}]
         turn = _Recorded(
             segment=plan.segment, length=len(segment.token_ids), messages=messages, text=plan.text + raw
@@ -420,6 +439,7 @@ class Session:
     def _reply(
         self, plan: _Plan, result: GenerateResult, parsed: ParsedTurn, calls: list[Call], request: ChatRequest
     ) -> Reply:
+        """Return the reply in the form that all dialects write."""
         ids = result.output_ids.tolist()
         top = [
             [(self._chat.token_texts([token])[0], p) for token, p in each[: request.top_logprobs]]

@@ -63,17 +63,17 @@ class AdaptiveGamma:
     """The gamma of highest predicted throughput, from measured costs and recent acceptance.
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
-    are interpolated. Durations of steps in use correct them: only how gammas compare matters, so the gamma
-    in use sets the pace, and others, mostly its neighbours, are tried for two steps and compared with it.
+    are interpolated. The durations of a run's own steps correct them. Only ratios between gammas matter, so
+    others, mostly neighbours of the gamma in use, are tried for two steps and compared with it.
 
     Acceptance by depth is a decayed ratio of sums, shrunk towards that of the depth before, the first towards
     `prior`: a depth that is not drafted is assumed to be as good as the last one that is. Where the latest
     rows contradict it, prompts or weights have changed, and older counts are dropped.
 
     Trials have a budget: each step saves `BUDGET` of its time, and a trial begins when the savings cover its
-    expected loss. Where it lost more, as a draft model does that must first read the tokens it has missed,
-    the next one waits until that is covered, too. The first trials of each neighbour do not wait. A change
-    must promise `margin` more throughput.
+    expected loss. A trial can lose more than expected, for example if a draft model must first read tokens
+    that it has missed; the next trial then waits until that loss is covered, too. The first trials of each
+    neighbour do not wait. A change must promise `margin` more throughput.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)

@@ -110,7 +110,7 @@ def sample_tiles(
 
     fill: (a row of the batch as a slice, buffer [1, V]) writes its weights. uniforms: [B] float64. dtype: of
     the weights. fallback: the slice -> [1, V], instead of weights without mass; None if there are none.
-    Returns [B] int64, the token of `sample_cdf`, unless the uniform lies within V * 2**-52 of a boundary,
+    Returns [B] int64, the token of `sample_cdf`, unless the uniform is within V * 2**-52 of a boundary,
     where the two round differently and either neighbour is right.
 
     Tiles of float32 are summed in float32 first, many times faster than in float64 on a CPU. Where that

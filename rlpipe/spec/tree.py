@@ -37,7 +37,7 @@ class Tree:
         parents = self.parents
         if len(parents) < 2 or parents[0] != -1:
             raise ValueError(
-                f"parents={parents} is no tree of drafts: "
+                f"parents={parents} is not a tree of drafts: "
                 "start with -1 for the root, then one entry per draft."
             )
         for node in range(1, len(parents)):

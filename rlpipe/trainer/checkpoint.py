@@ -213,8 +213,8 @@ def save_hf(
 def _copied(staged: list[Any], storages: Set[int]) -> list[Any]:
     """Clone the tensors that are still the trainer's: those in one of its storages.
 
-    staged: Megatron's buckets on the host. It has moved there what was on a GPU, and of tensors on the host
-    it has copied those that are a part of another: they are not copied again.
+    staged: Megatron's buckets on the host. Megatron has already copied the tensors that were on a GPU, and
+    those on the host that are a part of another; these are not copied again.
     """
     return [
         (

@@ -101,7 +101,8 @@ class ContextLayout(BranchLayout):
 class ContextSuccession(Succession):
     """Succession of a micro-batch's tokens; ranks exchange shares of the tokens for shares of the heads.
 
-    order: index of each token among those of all ranks, one rank after the other. ranks: the inverse.
+    order: where each token of the micro-batch is when the tokens of all ranks are put one after the other.
+    ranks: the inverse permutation.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def divergences(
 class DecoupledTrainer:
     """Replaces a `MegatronTrainer`; the run trains `policy` and generates with `actor`.
 
-    actor: built with `beside=policy` and the settings of `DecoupledConfig.trainer` and `.algo`.
+    actor: built with `host=policy` and the settings of `DecoupledConfig.trainer` and `.algo`.
     algo: the actor's. policy_version is the policy's.
     """
 

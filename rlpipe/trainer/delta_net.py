@@ -221,7 +221,7 @@ class GatedDeltaNet(MegatronModule):
         delta: DeltaNet,
         pg_collection: ProcessGroupCollection,
         layer_number: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         self._tp = pg_collection.tp
@@ -260,7 +260,7 @@ class GatedDeltaNet(MegatronModule):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def forward(
-        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+        self, hidden_states: torch.Tensor, *_: object, packed_seq_params: Any = None, **__: object
     ) -> tuple[torch.Tensor, None]:
         """Map [S, B, H] to [S, B, H]; with a layout B is 1 and S the flat tokens, else rows are separate."""
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]

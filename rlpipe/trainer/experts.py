@@ -173,7 +173,7 @@ class MixtureOfExperts(MoELayer):
         for parameter in self.experts.parameters():
             parameter.allreduce = False
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         """Map [S, B, H] to [S, B, H]; selective recomputation stores only the input for the gradient."""
         if self.moe_layer_recompute and torch.is_grad_enabled():
             return checkpoint(partial(self._mixture, self.replay), False, hidden_states), None

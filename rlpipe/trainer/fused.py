@@ -17,7 +17,7 @@ from megatron.core.transformer.mlp import MLP
 class RmsNorm(torch.nn.RMSNorm):
     """y = w * x / sqrt(mean(x^2) + eps), over the last dimension; 1 + w instead of w if centred at 0."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps)
         self._centred = getattr(config, "layernorm_zero_centered_gamma", False)
 
@@ -41,7 +41,7 @@ class RmsNorm(torch.nn.RMSNorm):
 class SwiGluMLP(MLP):
     """fc2(silu(gate) * up), without Megatron's options for experts and biases."""
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         """Map [..., H] to [..., H] and the bias that was not added, which is None."""
         gate_up, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(_SwiGlu.apply(gate_up))

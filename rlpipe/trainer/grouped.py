@@ -4,9 +4,9 @@
 
 Weights stay a parameter for each expert, so checkpoints, the optimizer and the bridge to Hugging Face see
 Megatron's `SequentialMLP`. On a GPU a product is one kernel for all experts (`torch._grouped_mm`), and the
-host does not wait for the number of tokens of each expert; the weights are put side by side for it, and again
-for the gradient, which saves no second copy. Elsewhere the products run one after another, without modules.
-Every expert gets a gradient, of zeros where it has no token.
+host does not wait for the number of tokens of each expert; the weights are stacked into one tensor for it,
+and stacked again in the backward pass, so that no copy of them is held in between. Elsewhere the products run
+one after another, without modules. Every expert gets a gradient, of zeros where it has no token.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ class _Piece:
         """The entry of this rank's parameter."""
         return self.entries[self.rank]
 
-    def dtype(self, asked: torch.dtype | None) -> torch.dtype:
-        """Return the type to gather in, where `asked` is the type requested of all (None: as trained)."""
-        return torch.float32 if asked and self.float32 else asked or self.parameter.dtype
+    def dtype(self, requested: torch.dtype | None) -> torch.dtype:
+        """Return the type to gather in, where `requested` is the type requested of all (None: as trained)."""
+        return torch.float32 if requested and self.float32 else requested or self.parameter.dtype
 
     def full_shape(self, tp: int) -> list[int]:
         """Return the shape of the tensor that `tp` ranks hold together, a padded vocabulary included."""

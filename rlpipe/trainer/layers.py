@@ -176,7 +176,7 @@ class CausalAttention(MegatronModule):
         value: torch.Tensor,
         attention_mask: None,
         packed_seq_params: Layout | None = None,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """Attend: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
 

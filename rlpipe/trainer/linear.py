@@ -46,7 +46,7 @@ def _forward_impl(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None,
-    **_: Any,
+    **_: object,
 ) -> torch.Tensor:
     """Replace Megatron's `linear_with_grad_accumulation_and_async_allreduce`, without its fusions."""
     # Both collectives are differentiable; Megatron fuses them into the product's gradient.

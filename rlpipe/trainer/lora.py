@@ -6,11 +6,11 @@ Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, the 
 leave the trainer. Each Hugging Face projection has a separate pair, even where Megatron fuses several into
 one weight.
 
-Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
-as W, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is cut as W, B
-is complete, and A x is summed over ranks. So a rank can compute its merged shard without the others, and only
-r numbers a token are exchanged. With sequence parallelism A x is gathered along the tokens, or scattered as
-it is summed.
+Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut in
+the same way, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is cut
+in the same way, B is complete, and A x is summed over ranks. So a rank can compute its merged shard without
+the others, and only r numbers a token are exchanged. With sequence parallelism A x is gathered along the
+tokens, or scattered as it is summed.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class MegatronTrainer:
         ppow: PpowConfig | None = None,
         draft_vocab: Sequence[int] | None = None,
         seed: int = 0,
-        beside: MegatronTrainer | None = None,
+        host: MegatronTrainer | None = None,
     ) -> None:
         """Load the model of `model_path` and prepare to train.
 
@@ -85,7 +85,7 @@ class MegatronTrainer:
         adapt_only: freeze everything but the draft and train it by `adapt_step`; draft.train is ignored.
         ppow: settings of draft.objective=ppow, None for the defaults. seed: of windows, drafts and uniforms.
         draft_vocab: tokens that the draft knows (`spec.draft_vocab`), None for all.
-        beside: a trainer of this process that shares its ranks and groups; close this one first.
+        host: a trainer of this process that shares its ranks and groups; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
@@ -104,9 +104,9 @@ class MegatronTrainer:
         self._adapt_only = adapt_only
         self._temperature = 1.0  # of the current batch
         self._draft_vocab = draft_vocab
-        self._is_guest = beside is not None
-        if beside is not None:
-            self._runtime = beside._runtime
+        self._is_guest = host is not None
+        if host is not None:
+            self._runtime = host._runtime
         else:
             self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         self._passes = Passes(self._runtime)

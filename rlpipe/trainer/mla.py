@@ -90,7 +90,7 @@ class LatentSelfAttention(MLASelfAttention):
         attention_mask: None,
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: Any = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[torch.Tensor, None]:
         """Map [S, B, H] to [S, B, H]; rotary_pos_emb: [S, 1, 1, rotary]."""
         query, key, value = self.expanded(hidden_states, rotary_pos_emb)

@@ -135,7 +135,7 @@ class PolicyModel(GPTModel):
             embedded.requires_grad_()
         return embedded, rotary, *rest
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         """Return flat hidden states of all tokens, instead of Megatron's logits or loss."""
         if not self.post_process:
             return hidden_states

@@ -60,7 +60,7 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Block]:
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # the full rows are first..last - 1
 
-    # The range lies within one row.
+    # The range is within one row.
     if first > last:
         yield from _within(shape, last, start - last * row, stop - last * row)
         return
@@ -131,7 +131,7 @@ def _pieces(
     # The pieces are views of the parameter, so their addresses give their positions.
     pieces = []
     for piece in nested_values(entry.build()):
-        assert piece.data.is_contiguous(), f"{piece.key} is no range of its parameter"
+        assert piece.data.is_contiguous(), f"{piece.key} is not a range of its parameter"
         place = (piece.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
         pieces.append((place, piece))
     pieces.sort(key=lambda placed: placed[0])

@@ -44,7 +44,7 @@ class OrderedReduction:
         config.no_sync_func = wrapped.no_sync
         config.finalize_model_grads_func = partial(self._finish, finalize_model_grads)
 
-    def _count(self, group: Any, parameter: torch.nn.Parameter, *_: Any) -> None:
+    def _count(self, group: Any, parameter: torch.nn.Parameter, *_: object) -> None:
         """Note a gradient of the last micro-batch, and start what may start."""
         missing = self._missing.get(id(group))
         if missing is None or not group.is_last_microbatch:

@@ -166,8 +166,8 @@ def import_megatron(*, compiles: bool) -> None:
 
 def _meet(master: str, rank: int, world_size: int) -> Store:
     """Return the store at `master`: the one this process opened or, on other ranks, a connection to it."""
-    if (mine := _listening.pop(master, None)) is not None:
-        return mine
+    if (store := _listening.pop(master, None)) is not None:
+        return store
 
     host, _, port = master.rpartition(":")
     return _store(host, int(port), world_size, listens=rank == 0)
@@ -197,8 +197,8 @@ def _quiet_megatron() -> None:
 def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
     """Return whether the layers are TransformerEngine's; refuse an explicit choice that cannot run."""
     # Local layers are needed on a CPU and by features that TransformerEngine's layers here do not have.
-    layers, ours = config.layers, not gpu or config.cp > 1 or config.sp or config.lora.active
-    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and ours):
+    layers, needs_local = config.layers, not gpu or config.cp > 1 or config.sp or config.lora.active
+    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and needs_local):
         return False
 
     try:
@@ -251,8 +251,8 @@ def _assume_cpu() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
-        asked = not args and not kwargs and _called_by_megatron()
-        return answer.replace("torch.", "torch.cuda.", 1) if asked else answer
+        is_megatron = not args and not kwargs and _called_by_megatron()
+        return answer.replace("torch.", "torch.cuda.", 1) if is_megatron else answer
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if _called_by_megatron() else plain_cuda(self, *args, **kwargs)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EMBEDDING_COPY, TIED_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def whole_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+def full_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's parameters, then the routers' buffers, under their names in the full model.
 
     LoRA adapters are left out: they are merged into the weights that they belong to.
@@ -31,25 +31,26 @@ def whole_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     buffers = (pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS.megatron))
     for name, tensor in chain(model.named_parameters(), buffers):
         if not name.startswith("adapters."):
-            yield re.sub(r"^decoder\.layers\.(\d+)", lambda match: _whole(model, int(match[1])), name), tensor
+            full = re.sub(r"^decoder\.layers\.(\d+)", lambda match: _full_prefix(model, int(match[1])), name)
+            yield full, tensor
 
 
 def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]]:
-    """List `whole_names` of each stage; tensors of the other stages are on the meta device.
+    """List `full_names` of each stage; tensors of the other stages are on the meta device.
 
     Collective over the stages when it is called for the first time.
     """
     stages = model.pg_collection.pp
-    mine = list(whole_names(model))
+    local = list(full_names(model))
     if stages.size() == 1:
-        return [mine]
+        return [local]
 
     # The stages exchange names and shapes once: they do not change.
     if model.stage_shapes is None:
-        model.stage_shapes = runtime.gather([(name, t.shape, t.dtype) for name, t in mine], stages)
+        model.stage_shapes = runtime.gather([(name, t.shape, t.dtype) for name, t in local], stages)
 
     return [
-        mine
+        local
         if stage == stages.rank()
         else [(name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in shapes]
         for stage, shapes in enumerate(model.stage_shapes)
@@ -103,6 +104,6 @@ def share(
     return tensors
 
 
-def _whole(model: PolicyModel, number: int) -> str:
+def _full_prefix(model: PolicyModel, number: int) -> str:
     """Return the prefix in the full model of this stage's layer `number`."""
     return f"decoder.layers.{model.decoder.layers[number].layer_number - 1}"

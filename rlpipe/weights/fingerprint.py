@@ -116,7 +116,7 @@ def _add_tiles(words: torch.Tensor, first: int, num_words: int, sums: torch.Tens
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Return bytes as int32, padded with zeros; copied if number or address is not a multiple of 4."""
+    """Return bytes as int32, padded with zeros; a view where length and address are multiples of 4."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     return (data.clone() if data.data_ptr() % 4 else data).view(torch.int32)

@@ -117,9 +117,10 @@ class WeightSender:
         return root.rendezvous, list(self._plan)
 
     def send(self, version: int) -> BroadcastResult:
-        """Broadcast the copy; the buckets after one that does not arrive stay here.
+        """Broadcast the copy; if a bucket does not arrive, those after it are not sent.
 
-        Servers have `update_timeout` seconds for all buckets, so one that hangs delays the others no longer.
+        Servers have `update_timeout` seconds for all buckets, so one that hangs does not delay the others for
+        longer.
         """
         assert self._version == version, f"version {self._version} was copied, and {version} is to be sent"
         deadline = time.monotonic() + self._config.sglang.update_timeout
@@ -155,6 +156,7 @@ class WeightSender:
         return rank_parts(weights, self._config, self._model, drafter=self._drafter)
 
     def _draft_buckets(self) -> Iterator[Bucket]:
+        """Yield the buckets of a separate draft's weights, if there is one."""
         if self._draft is None:
             return
 

@@ -3,10 +3,10 @@
     worker:  write bucket 1 | write bucket 2        | write bucket 3        | ...
     server:                 | map and load bucket 1 | map and load bucket 2 | ...
 
-The memory has no name (memfd): the server opens it as a file of our process. So nothing is left in /dev/shm
-however either process ends, and the size of /dev/shm, 64 MB in many containers, is no limit. Both sides keep
-the memory from one update to the next: first writes to new memory take four times as long as others. The
-layout of a bucket is JSON, which `served/rlpipe_shared_weights.py` reads inside the server.
+The memory has no name (memfd): the server opens it as a file of the worker's process. So nothing is left in
+/dev/shm however either process ends, and the size of /dev/shm, 64 MB in many containers, is not a limit. Both
+sides keep the memory from one update to the next, because first writes to new memory take four times as long.
+The layout of a bucket is JSON, which `served/rlpipe_shared_weights.py` reads inside the server.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HostMemory:
 
 
 class SharedBuckets:
-    """Two blocks of memory for buckets in turn, each as large as the largest bucket so far; also a context.
+    """Two blocks of memory, used in turn, each as large as the largest bucket so far; a context manager.
 
     dtype: in which floating-point weights are written. float32: endings of the names of those that are
     written in float32.
@@ -109,7 +109,7 @@ class ElementMemory:
         self._layouts: list[dict[str, dict[str, Any]]] = []
 
     def write(self, delta: Delta) -> None:
-        """Write the elements of all ranks and roles over the last ones."""
+        """Write the elements of all ranks and roles over those of the previous delta."""
         elements = [e for rank in delta.ranks for of_role in rank.values() for e in of_role]
         bucket = [(e.name, tensor) for e in elements for tensor in (e.positions, e.values)]
         layout = layout_of(bucket)

@@ -108,6 +108,7 @@ class WeightSync:
         return await asyncio.to_thread(self._checksums, weights)
 
     def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
+        """Return the hashes that a server should have after an update."""
         return Checksums(
             ranks=canary.rank_fingerprints(
                 weights,
@@ -121,7 +122,7 @@ class WeightSync:
 
     @property
     def pads(self) -> bool:
-        """True when the server pads tensors: their fingerprints differ, which only `checksums` allows for."""
+        """True when the server pads tensors, which changes fingerprints; only `checksums` allows for it."""
         return self._padded_channels > 0
 
     def _expected_parts(self, rank: int) -> dict[str, canary.Parts]:

@@ -36,12 +36,12 @@ def work() -> None:
     suite = SweSuite(EnvConfig(sandbox=SandboxConfig(memo=False)))
     for line in sys.stdin:
         name = line.strip()
-        facts = suite._instances[name].facts
-        repair = f"sed -i '{facts['line']}c\\{facts['fixed_line']}' {facts['file']}"
+        metadata = suite._instances[name].metadata
+        repair = f"sed -i '{metadata['line']}c\\{metadata['fixed_line']}' {metadata['file']}"
         episode, times = suite.episode(name), [spent()]
         for command in (
             "grep -l 'def ' *.py",
-            f"grep -n '' {facts['file']}",
+            f"grep -n '' {metadata['file']}",
             repair,
             "python3 -m unittest 2>&1 | tail -1",
         ):

@@ -18,6 +18,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 import answers  # noqa: E402
-import answers_smollm  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 LOG = ROOT / "docs" / "developer" / "benchmark_log.md"
 BLOCK = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MET_GOAL = re.compile(r"\s*Goal: [^*]*\*\*met\*\*\.")
 HEAD = """# Benchmarks
 
 What was measured, with its conditions. "Two cores" are two cores of a virtual machine, on which the same run
@@ -70,10 +71,12 @@ class Figure:
     @property
     def markdown(self) -> str:
         """The answer, computed from the file."""
-        if self.text:
-            return self.text.format(r=self.result)
-        answer = getattr(answers, self.answer, None) or getattr(answers_smollm, self.answer)
-        return answer(self.result)
+        return self.text.format(r=self.result) if self.text else attrgetter(self.answer)(answers)(self.result)
+
+    @property
+    def excerpt(self) -> str:
+        """The answer as other documents show it: without the goals that it met, which only developers set."""
+        return MET_GOAL.sub("", self.markdown).strip()
 
     @property
     def conditions(self) -> str:
@@ -125,7 +128,7 @@ def summary() -> str:
 def filled(text: str) -> str:
     """A document with its blocks of figures filled in. Raises KeyError for a name that no figure has."""
     named = {figure.name: figure for figure in FIGURES if figure.name}
-    return BLOCK.sub(lambda block: f"{block[1]}{named[block[2]].markdown}\n{block[3]}", text)
+    return BLOCK.sub(lambda block: f"{block[1]}{named[block[2]].excerpt}\n{block[3]}", text)
 
 
 def documents() -> dict[Path, str]:

@@ -97,7 +97,7 @@ def position_scores(
     simulated = [np.array([one.g(one.simulate(rng)) for _ in range(SIMULATIONS)]) for one in draws]
     pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
     scores = [normal_score(value, null.mean(), null.var()) for value, null in pairs]
-    return scores, [len(one.law) for one in draws]
+    return scores, [len(one.probs) for one in draws]
 
 
 def main() -> int:

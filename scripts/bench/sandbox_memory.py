@@ -154,7 +154,7 @@ everywhere(lambda: until_refused(lambda: threading.Thread(target=body, daemon=Tr
 
 
 def play(arm: str, attack: str) -> dict[str, float | str | None]:
-    """One attack in this process, which stands in the measuring group: its peak, and how it ended."""
+    """One attack in this process, which is in the measuring group: its peak, and how it ended."""
     if arm == "without":
         cgroup.controllers = dict
     runner = make_tree_runner(SandboxConfig(memo=False, memory_mb=LIMIT_MB, timeout_s=8.0, cpu_s=8))

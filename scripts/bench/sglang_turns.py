@@ -7,7 +7,7 @@ turns. **turns**: 64 trajectories at once, in groups of eight, play conversation
 (a demonstrator's, so that both see the same past): about ten tokens a turn, five turns, then the next group.
 Counted are the tokens of turns that end behind the first quarter of a play and before its end, and the
 processor time by process. **answers**: the worker's processor time alone, for answers of 200 and 2,000
-tokens, with and without the 20 likeliest tokens. There a process that says what SGLang says stands in for the
+tokens, with and without the 20 likeliest tokens. There a process that sends SGLang's answers replaces the
 server, with rlpipe's plugin (packed numbers) and, at the earlier commit, without it (lists).
 
 Goals: 1.3 times the tokens/s of the earlier commit; a third of the worker's time without the plugin.
@@ -124,7 +124,7 @@ def serve(port: int, packed: bool) -> None:
 
 
 def started(kind: str, folder: str, live: int) -> Any:
-    """An engine in front of a server, or of what stands in for one."""
+    """An engine in front of a server, or of its replacement."""
     from rlpipe.config.rollout import RolloutConfig
     from rlpipe.config.spec import SpecConfig
     from rlpipe.rollout.sglang import arguments, engine

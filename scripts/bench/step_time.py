@@ -11,7 +11,7 @@ spread of the rest are reported.
 Long tails (arms tail200_*, tail300_*, tail500_*): one turn in twenty decodes so many tokens beyond its 128,
 which are thrown away, so the trainer's work stays the same. A synchronous step waits for the last of them; at
 staleness 2 others go on, but a long one must be there two steps after it was admitted. `sync` gives each
-phase both cores, as if all devices changed roles; `apart` changes the staleness alone, a core for each role.
+phase both cores, as if all devices changed roles; `apart` changes only the staleness (a core for each role).
 Prompts are short there, as they are against the answers of a reasoning model: attention to 280 tokens of
 prompt would be most of the rollout. In slow_* the environment takes 4 s longer for one episode in twenty.
 `trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the

@@ -23,7 +23,7 @@ DRIVER = """
 import json, os, subprocess, sys, time
 from rlpipe.actors.leftovers import MARK, watched_over
 from rlpipe.envs.sandbox import cgroup
-from rlpipe.envs.sandbox.sweep import prefix
+from rlpipe.envs.sandbox.leftovers import prefix
 from rlpipe.envs.sandbox.tree import scratch
 
 SERVER = '''

@@ -77,8 +77,8 @@ def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tm
     assert joined["worker"] == 1 and joined["workers"] == 2 and left["worker"] == 0 and left["workers"] == 1
     assert not events(tmp_path, "rollout_worker_died")
     (draining,) = events(tmp_path, "rollout_worker_draining")
-    assert left["played_again"] == 0  # what it played went on
-    assert len(events(tmp_path, "rollout_worker_handed_over")) == (draining["playing"] > 0)
+    assert left["rerun"] == 0  # what it played went on
+    assert len(events(tmp_path, "rollout_worker_handed_over")) == (draining["in_flight"] > 0)
     records = map(json.loads, reversed(metrics.read_text().splitlines()))
     record = next(record for record in records if "weights/version" in record)
     assert record["training/global_step"] - record["weights/version"] in (0, 1)  # on its way

@@ -15,8 +15,8 @@ import pytest
 from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.sandbox import cgroup, check_sandbox, make_tree_runner
 from rlpipe.envs.sandbox.base import Limit
+from rlpipe.envs.sandbox.leftovers import remove_leftovers
 from rlpipe.envs.sandbox.seccomp import denied
-from rlpipe.envs.sandbox.sweep import sweep
 from rlpipe.envs.sandbox.tree import tree_of
 
 pytestmark = pytest.mark.chaos
@@ -250,7 +250,7 @@ def test_git_works_where_it_is_installed(runner):
 
 
 def test_what_a_killed_process_left_is_swept_and_what_lives_or_is_foreign_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[sweep.__module__], "scratch", lambda: tmp_path)
+    monkeypatch.setattr(sys.modules[remove_leftovers.__module__], "scratch", lambda: tmp_path)
     with subprocess.Popen(["true"]) as dead:
         dead.wait()
     names = [f"rlpipe-sandbox-{pid}-abc" for pid in (dead.pid, os.getpid())] + ["rlpipe-sandbox-x-1", "other"]
@@ -259,7 +259,7 @@ def test_what_a_killed_process_left_is_swept_and_what_lives_or_is_foreign_stays(
     limits = {"memory": 1 << 20, "processes": 1, "cores": 1.0}
     groups = [cgroup.Group(name, cgroup.controllers(), **limits) for name in names]
     try:
-        assert sweep() >= 1  # and what other runs of this machine left
+        assert remove_leftovers() >= 1  # and what other runs of this machine left
         left = [name for name, group in zip(names, groups, strict=True) if all(map(Path.exists, group.paths))]
         assert left == (names[1:] if cgroup.controllers() else names)
     finally:

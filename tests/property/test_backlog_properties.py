@@ -134,7 +134,7 @@ def test_under_every_policy_each_prompt_ends_once_and_bounds_hold(pipeline, step
         loop = Loop(pipeline, Path(folder), random.Random(seed), steps)
         asyncio.run(loop.play(stop_at))
         if loop.saved is None:
-            loop.ledger.forget()
+            loop.ledger.clear()
             loop.version, loop.trained, loop.ages = 0, [], []
         asyncio.run(loop.play())
         names = [name for batch in loop.trained for name in batch]

@@ -274,7 +274,7 @@ def test_a_run_ends_as_its_rule_says_whatever_the_environment_does(tmp_path, see
         assert run.version == STEPS == len(cluster.trained)
     else:
         assert "of the last 16 attempts were masked (run.max_masked_share=0.5)" in verdict
-        assert any(e["kind"] == "run_stopped" and e["verdict"] == verdict for e in events)
+        assert any(e["kind"] == "run_stopped" and e["reason"] == verdict for e in events)
         assert masked >= SHARE * WINDOW
     if rate == 1.0:
         assert verdict and run.version == 0

@@ -126,7 +126,7 @@ class Actor:
     async def _next_turn(self):
         return await self.asked.get()
 
-    async def _turn_played(self, name, version):
+    async def _turn_generated(self, name, version):
         self.waiting.pop(name).set_result(version)
 
     async def _turn_failed(self, name, reason):

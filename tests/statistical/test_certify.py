@@ -49,7 +49,7 @@ class TextOnly(FaultyServer):
 
 
 def certify(
-    fault="", *, seed=1, ties=False, samples=SAMPLES, answers=256, server=FaultyServer, says_power=False
+    fault="", *, seed=1, ties=False, samples=SAMPLES, answers=256, server=FaultyServer, with_power=False
 ):
     model = MarkovModel.random(ties=ties)
     served = server(model, fault, seed=seed)
@@ -65,7 +65,7 @@ def certify(
             own_draft=own_draft_of(model, seed + 100),
         )
     )
-    return judge(evidence, alpha=ALPHA, seed=seed, says_power=says_power)
+    return judge(evidence, alpha=ALPHA, seed=seed, with_power=with_power)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -77,7 +77,7 @@ def test_a_fault_is_found_by_its_line_and_named(fault):
 
 
 def test_a_right_server_is_certified_and_the_power_is_said():
-    certificate = certify(says_power=True)
+    certificate = certify(with_power=True)
     assert certificate.passed and not certificate.causes
     assert all(line.passed and line.power for line in certificate.lines)
     assert certificate.lines[0].numbers["power"] <= 0.2

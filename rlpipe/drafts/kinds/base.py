@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlpipe.config.drafters import HfConfig
 from rlpipe.config.sglang import SglangConfig
@@ -38,7 +38,7 @@ class MakeTrainer(Protocol):
         ...
 
 
-def _accept(*_: Any) -> None:
+def _accept(*_: object) -> None:
     """Accept any settings."""
 
 

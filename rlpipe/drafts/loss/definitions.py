@@ -34,7 +34,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         self.formula = supervised(self.kind)
-        if self.whole_sequence and self.turn_starts is None:
+        if self.full_sequence and self.turn_starts is None:
             raise ValueError(
                 f"kind={self.kind}, anchors={self.anchors} follow verify steps through turns; "
                 "got turn_starts=None. Pass the [B, T] bool of `depth_targets`, with N = B * T."
@@ -46,7 +46,7 @@ class Objective:
         return isinstance(self.anchors, str) and AnchorWeighting(self.anchors) is AnchorWeighting.VISIT
 
     @property
-    def whole_sequence(self) -> bool:
+    def full_sequence(self) -> bool:
         """Whether the gradient of an anchor depends on other anchors."""
         return self.visiting or self.formula.by_sequence is not None
 
@@ -58,7 +58,7 @@ class Objective:
     def total_and_weight(self, rows: Rows, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute numerator and denominator of the loss, scalars.
 
-        rows, mask: [N, K], of all N anchors if whole_sequence.
+        rows, mask: [N, K], of all N anchors if full_sequence.
         """
         if self.formula.by_sequence is not None:
             assert self.turn_starts is not None, self.kind

@@ -280,10 +280,11 @@ class _Walk:
                 block += columns.T @ flat
 
     def _by_known(self, dz: Tensor, draft: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
-        """Compute the gradient [C, K, D] by the known logits, from that by `spread`'s.
+        """Compute the gradient [C, K, D] by the known logits from the gradient by all logits of `spread`.
 
-        The logits outside are log-sum-exps of the known ones: what they get is shared out as q. A softmax's
-        gradient sums to 0, so that is minus the known logits' sum.
+        `spread` sets the unknown logits to a log-sum-exp of the known ones, so their gradient is distributed
+        over the known ones in proportion to q. The gradient of a softmax sums to 0 over all logits, so the
+        amount to distribute is minus the sum over the known ones.
         """
         known = dz[..., self.draft_ids]
         inside = known.sum(-1, keepdim=True, dtype=lse.dtype)
@@ -325,7 +326,7 @@ class _LinearTotal(torch.autograd.Function):
             rows.put(part, measured.rows)
             used, measured = walk.measured_for_loss(part, logits, measured)
             loss_rows.put(part, measured.rows)
-            if grad_hidden is not None and not objective.whole_sequence:
+            if grad_hidden is not None and not objective.full_sequence:
                 walk.add_gradient(
                     part,
                     used,
@@ -336,7 +337,7 @@ class _LinearTotal(torch.autograd.Function):
                 )
 
         # Others need all rows first, and the logits a second time.
-        if grad_hidden is not None and objective.whole_sequence:
+        if grad_hidden is not None and objective.full_sequence:
             coefficients = walk.coefficients(loss_rows, slice(None))
             for part, *logits in walk.chunks(hidden, weight):
                 used, measured = walk.measured_for_loss(part, logits, walk.measured(part, *logits))

@@ -146,7 +146,7 @@ def first_choices(
 ) -> Tensor:
     """Compute p(argmax q), the acceptance under target-only, and 1[realised token = argmax q]: [2, N, K].
 
-    draft, target: [N, K, V of the shard], measured with tokens.
+    draft, target: [N, K, V of the shard]; they were measured with the realised tokens.
     """
     # Under tensor parallelism the argmax belongs to the shard with the largest logit.
     largest, choice = draft.max(-1)
@@ -177,6 +177,8 @@ def _picked(logits: Tensor, local: Tensor | None, temperature: float) -> Tensor:
 
 
 def _rows(sums: Tensor, logprobs: list[Tensor], mask: Tensor) -> Rows:
+    """Return the statistics of rows from sums over the vocabulary, 0 where they are masked."""
+
     def masked(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0)
 

@@ -4,10 +4,10 @@ Teacher forcing lets depth k read the given tokens, as EAGLE-3's published train
 k reads the k - 1 tokens that the draft sampled, and the target is asked what follows those (the notes'
 training-time test, DAgger):
 
-    L = E_{d ~ q} sum_k KL(p(. | d_<k) || q(. | d_<k)),     d a sample: no gradient through its law
+    L = E_{d ~ q} sum_k KL(p(. | d_<k) || q(. | d_<k)),     d a sample: no gradient through its distribution
 
 It costs what windows cost, a pass of the target over the drafts. Depth k counts whether or not the drafts
-before it would be accepted; `objectives.exact_window` counts those alone.
+before it would be accepted; `objectives.exact_window` counts only those.
 """
 
 from __future__ import annotations

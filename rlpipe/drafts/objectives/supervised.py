@@ -92,7 +92,7 @@ def tv(rows: Rows) -> Tensor:
 def tv_clamp(rows: Rows) -> Tensor:
     """Compute min(1 - alpha, tau_max), tau_max = 0.9: [N, K]. Source: Bebop App. F, Alg. 1, line 15.
 
-    A row beyond the clamp has no gradient. The paper gives no value of tau_max; this one is ours.
+    A row beyond the clamp has no gradient. The paper gives no value of tau_max; this one is rlpipe's.
     """
     return (1 - rows.alpha).clamp(max=TAU_MAX)
 

@@ -74,7 +74,7 @@ class SandboxedCommand:
         try:
             words = shlex.split(config.agent.run)
         except ValueError as error:
-            raise ValueError(f"{self._where} is no command line: {error}.") from None
+            raise ValueError(f"{self._where} is not a valid command line: {error}.") from None
 
         # `python` is the one that has rlpipe's packages, whatever environment is active.
         is_python = words[0] in ("python", "python3")
@@ -132,11 +132,11 @@ class SandboxedCommand:
         does.
         """
         over, loop = threading.Event(), asyncio.get_running_loop()
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as parent_ends, contextlib.ExitStack() as child_ends:
             channel, end = socket.socketpair()
-            ours.enter_context(channel)
-            theirs.enter_context(end)
-            output, errors = (_Pipe(ours, theirs) for _ in range(2))
+            parent_ends.enter_context(channel)
+            child_ends.enter_context(end)
+            output, errors = (_Pipe(parent_ends, child_ends) for _ in range(2))
             order = {
                 "descriptors": [end.fileno(), output.write, errors.write],
                 "port": urlsplit(address.root_url).port,
@@ -152,15 +152,16 @@ class SandboxedCommand:
                 # Also when the caller left: whatever it started ends with it.
                 over.set()
                 await asyncio.wait([run])
-                theirs.close()
-                printed, said = await asyncio.gather(*reads)
+                child_ends.close()
+                printed, error_text = await asyncio.gather(*reads)
 
         if result.exit_code:
             why = f" ({result.exceeded})" if result.exceeded else ""
-            said = said.strip() or result.output.strip()
-            last = said.rpartition("\n")[2]  # of a traceback, the error; messages are cut at their end
+            error_text = error_text.strip() or result.output.strip()
+            last = error_text.rpartition("\n")[2]  # of a traceback, the error; messages are cut at their end
             raise RuntimeError(
-                f"{self._words[0]} ended with status {result.exit_code}{why}: {last}\n{said[-_MAX_ERRORS:]}"
+                f"{self._words[0]} ended with status {result.exit_code}{why}: {last}\n"
+                f"{error_text[-_MAX_ERRORS:]}"
             )
         return printed.strip() or None, left
 
@@ -229,10 +230,10 @@ async def _attached(channel: socket.socket, address: AgentAddress, run: asyncio.
 class _Pipe:
     """A pipe whose first megabyte is read as text; `write` is the other end."""
 
-    def __init__(self, ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> None:
+    def __init__(self, parent_ends: contextlib.ExitStack, child_ends: contextlib.ExitStack) -> None:
         read, self.write = os.pipe()
-        self._read = ours.enter_context(os.fdopen(read, "rb", buffering=0))
-        theirs.callback(os.close, self.write)
+        self._read = parent_ends.enter_context(os.fdopen(read, "rb", buffering=0))
+        child_ends.callback(os.close, self.write)
 
     async def text(self) -> str:
         """Read it to its end."""

@@ -53,19 +53,19 @@ class _Function:
 
     def __call__(self, address: AgentAddress, task: dict[str, Any]) -> str | Awaitable[str | None] | None:
         """Call it; return its answer, or what to await for it."""
-        told = {
+        arguments = {
             "base_url": f"{address.root_url}/v1",
             "api_key": address.api_key,
             "task": task,
             "root_url": address.root_url,
         }
-        returned = self._function(**named_by(self._function, **told))
+        returned = self._function(**named_by(self._function, **arguments))
         return self._awaited(returned) if inspect.isawaitable(returned) else self._answer(returned)
 
     async def _awaited(self, returned: Awaitable[Any]) -> str | None:
         return self._answer(await returned)
 
-    def _answer(self, returned: Any) -> str | None:
+    def _answer(self, returned: object) -> str | None:
         if returned is None or isinstance(returned, str):
             return returned
         raise ValueError(

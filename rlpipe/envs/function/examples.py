@@ -138,7 +138,7 @@ class Reader:
         return answer
 
 
-def prompt_of(what: str, value: Any) -> str | list[Message]:
+def prompt_of(what: str, value: object) -> str | list[Message]:
     """Return a prompt as a text, or as messages that each have a text. Raises ValueError otherwise."""
     if isinstance(value, str):
         if not value.strip():
@@ -161,7 +161,7 @@ def prompt_of(what: str, value: Any) -> str | list[Message]:
     return messages
 
 
-def _message(what: str, message: Any) -> Message:
+def _message(what: str, message: object) -> Message:
     """Return a chat message whose content is text. Raises ValueError."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         hint = (

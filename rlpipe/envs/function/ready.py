@@ -124,7 +124,7 @@ def math_verify(env: EnvConfig, columns: list[str]) -> Score:
         import math_verify as library
     except ImportError:
         raise ValueError(
-            "reward=math_verify needs the library math-verify: pip install 'rlpipe[rewards]'."
+            "reward=math_verify needs the library math-verify: pip install math-verify."
         ) from None
 
     # Its time limits are signals, which only the main thread can have; env.step_timeout_s bounds an episode.

@@ -115,7 +115,7 @@ def _format(where: str, name: str, path: Path) -> DataFormat:
 
 
 def _check_file(where: str, path: Path) -> None:
-    """Refuse a path that is no file. Raises ValueError with the most similar name of its folder."""
+    """Refuse a path that is not a file. Raises ValueError with the most similar name of its folder."""
     if path.is_file():
         return
     if path.is_dir():
@@ -220,6 +220,7 @@ class _Lines(Sequence[Row]):
 
 
 def _read_jsonl(where: str, name: str, path: Path) -> Rows:
+    """Read JSONL: lines of a plain file stay on disk, those of a compressed one in memory."""
     if path.suffix != ".gz":
         lines = _Lines(where, name, path)
         return Rows(name, lines, list(lines[0]) if len(lines) else [], lines.place)
@@ -231,6 +232,7 @@ def _read_jsonl(where: str, name: str, path: Path) -> Rows:
 
 
 def _read_json(where: str, name: str, path: Path) -> Rows:
+    """Read a list of objects. Raises ValueError."""
     with _opened(where, path) as file:
         text = file.read().decode("utf-8-sig")
     if not text.strip():
@@ -265,6 +267,7 @@ def _read_json(where: str, name: str, path: Path) -> Rows:
 
 
 def _read_csv(where: str, name: str, path: Path) -> Rows:
+    """Read a table whose first line names the columns. Raises ValueError."""
     csv.field_size_limit(1 << 30)
     with _opened(where, path) as file:
         reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
@@ -307,6 +310,7 @@ class _Slices(Sequence[Row]):
 
 
 def _read_parquet(where: str, name: str, path: Path) -> Rows:
+    """Read a table, mapped from disk. Raises ValueError."""
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -331,6 +335,7 @@ def _read_parquet(where: str, name: str, path: Path) -> Rows:
 
 
 def _hugging_face(where: str, name: str, subset: str, split: str) -> Rows:
+    """Read a data set of the hub, or one that `datasets` saved. Raises ValueError."""
     path = resolve(name)
     saved = path.is_dir() and any((path / f).is_file() for f in ("state.json", "dataset_dict.json"))
     if path.is_dir() and not any(path.iterdir()):

@@ -2,7 +2,7 @@
 
 | form | called by name with                                            | per    | returns               |
 |------|-----------------------------------------------------------------|--------|-----------------------|
-| ours | completion; prompt, answer, row, messages or a column if named  | answer | a number              |
+| own  | completion; prompt, answer, row, messages or a column if named  | answer | a number              |
 | verl | solution_str; data_source, ground_truth, extra_info if named    | answer | a number, or a dict   |
 | TRL  | completions; prompts, completion_ids or a column if named       | group  | a list, with None too |
 

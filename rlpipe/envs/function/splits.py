@@ -98,7 +98,7 @@ def _keeps(keep: Callable[[Row], Any], name: str, row: Row, place: str) -> bool:
         return call(f"data.filter={name}, {place}", check, keep, dict(row))
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Return the name of a value's type, the same for all numbers."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return "number" if is_number else {"str": "text"}.get(type(value).__name__, type(value).__name__)

@@ -18,7 +18,7 @@ from rlpipe.config.env import SandboxBackend, SandboxConfig
 from rlpipe.config.home import provide_home
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import CommandResult, Limit, Sandbox
-from rlpipe.envs.sandbox.sweep import sweep
+from rlpipe.envs.sandbox.leftovers import remove_leftovers
 from rlpipe.envs.sandbox.tree import scratch
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def check_sandbox(config: SandboxConfig) -> None:
             "Commands written by a model never run without a sandbox."
         )
 
-    sweep()
+    remove_leftovers()
     _check_scratch()
 
     # The second command checks that /proc is mounted in the sandbox.
@@ -102,6 +102,7 @@ def _check_scratch() -> None:
 
 
 def _check_container_tool(config: SandboxConfig) -> None:
+    """Refuse a container tool that is missing or does not answer. Raises ValueError."""
     tool = config.backend.value
     if shutil.which(tool) is None:
         raise ValueError(
@@ -122,9 +123,9 @@ def _check_container_tool(config: SandboxConfig) -> None:
         )
 
     if config.backend is SandboxBackend.DOCKER:
-        from rlpipe.envs.sandbox.container import sweep as sweep_containers
+        from rlpipe.envs.sandbox.container import remove_leftovers as remove_containers
 
-        sweep_containers()
+        remove_containers()
 
 
 def make_tree_runner(config: SandboxConfig) -> TreeRunner:

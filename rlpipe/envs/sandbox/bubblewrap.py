@@ -46,9 +46,9 @@ from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.sandbox.descendants import descendants
+from rlpipe.envs.sandbox.leftovers import NOBODY, prefix
 from rlpipe.envs.sandbox.process import FILTER_FD, GATE_FD, STATUS_FD, TICK_S, Ended, run_bounded
 from rlpipe.envs.sandbox.seccomp import program
-from rlpipe.envs.sandbox.sweep import NOBODY, prefix
 from rlpipe.envs.sandbox.tree import (
     Tree,
     TreeLimits,
@@ -218,6 +218,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             remove_tree(self.working_dir)
 
     def _watch(self, pid: int, group: cgroup.Group | None, tick_s: float) -> Limit | None:
+        """Return the limit that a running command exceeds: memory or files."""
         used, deleted = 0, {}
         for process in descendants(pid, max_age_s=tick_s):
             used += _memory(process)
@@ -308,6 +309,7 @@ def _process_1(status: bytes) -> int | None:
 
 
 def _result(ended: Ended) -> CommandResult:
+    """Return the result of an ended command. Raises InfrastructureError if bwrap failed itself."""
     output = ended.output.decode(errors="replace")
     codes = [d["exit-code"] for d in _documents(ended.status) if "exit-code" in d]
     if ended.exceeded is None and not codes:

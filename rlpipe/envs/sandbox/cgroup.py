@@ -1,10 +1,10 @@
 """Control groups of the kernel: bounds on memory, processes and CPU that hold even in a burst.
 
-Owns the choice of controllers that this machine lets us use, and the groups of one command. Version 2 is used
-if a group above ours delegates its controllers, otherwise each hierarchy of version 1 that we may write to,
-below our own group there. A group also counts memory that no process owns: tmpfs, pipes, page tables, socket
-buffers. Without controllers there are no groups, and only the watch over processes remains. Imports only
-the standard library, since `scripts/doctor` runs it before anything is installed.
+Owns the choice of controllers that this process may use, and the groups of one command. Version 2 is used if
+a group above this process's delegates its controllers; otherwise every hierarchy of version 1 in which the
+group of this process is writable. A group also counts memory that no process owns: tmpfs, pipes, page tables,
+socket buffers. Without controllers there are no groups, and only the watch over processes remains. Imports
+only the standard library, since `scripts/doctor` runs it before anything is installed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Group:
         return int(dict(line.split() for line in text.splitlines())["oom_kill"]) > 0
 
     def remove(self) -> None:
-        """End all processes in the groups and delete them; `sweep` removes what the kernel kept."""
+        """End all processes in the groups, and delete those groups that the kernel lets go at once."""
         for path in self.paths:
             remove(path)
 

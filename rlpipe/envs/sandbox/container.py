@@ -51,18 +51,18 @@ def _here() -> str:
     return f"{platform.node()}/{Path('/proc/self/ns/pid').stat().st_ino}/"
 
 
-def sweep(executable: str = "docker") -> int:
+def remove_leftovers(executable: str = "docker") -> int:
     """Remove the containers of rlpipe processes that were killed; return how many."""
     listed = _answer(executable, "ps", "-aq", "--no-trunc", f"--filter=label={_OWNER}").split()
-    swept = 0
+    removed = 0
     for container in listed:
         owner = _answer(executable, "inspect", "-f", f'{{{{index .Config.Labels "{_OWNER}"}}}}', container)
         # The id of a process means something only on its machine and in its namespace.
         pid = owner.strip().removeprefix(_here())
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _answer(executable, "rm", "-f", container)
-            swept += 1
-    return swept
+            removed += 1
+    return removed
 
 
 def _answer(*argv: str) -> str:
@@ -198,6 +198,7 @@ def _run(limits: SandboxConfig, argv: list[str], *, timeout_s: float, stdin: byt
 
 
 def _result(ended: Ended, timeout_s: float) -> CommandResult:
+    """Return the result of an ended command, with the limit that it exceeded."""
     # The time limit inside acts first, so the client just reports a killed command.
     exceeded = ended.exceeded
     if exceeded is None and ended.seconds >= timeout_s and ended.returncode in _KILLED_BY_TIMEOUT:

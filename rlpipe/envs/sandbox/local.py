@@ -41,7 +41,7 @@ class Memo:
             self._values.move_to_end(key)
             return self._values[key][1]
 
-    def put(self, key: Hashable, value: Any, size: int) -> None:
+    def put(self, key: Hashable, value: object, size: int) -> None:
         """Remember a value of `size` bytes; least recently used values are dropped to make room."""
         with self._lock:
             self._free_bytes += self._values.pop(key, (0, None))[0] - size

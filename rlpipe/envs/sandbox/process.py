@@ -199,6 +199,7 @@ class _Run:
             raise InfrastructureError(f"cannot admit process {self.process.pid}: {error}") from error
 
     def _read(self, descriptor: int, into: bytearray) -> bool:
+        """Read what is there into a buffer; return whether there was anything."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -211,6 +212,7 @@ class _Run:
         return bool(chunk)
 
     def _write(self) -> None:
+        """Write as much input as the pipe takes; close it after the last byte."""
         stdin = self.process.stdin
         assert stdin is not None, "only a process with input is registered for writing"
 

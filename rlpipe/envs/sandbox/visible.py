@@ -33,7 +33,7 @@ def environment_of(program: Path) -> list[Path]:
 
 
 def show(paths: Iterable[Path], points: Path, *, as_nobody: bool) -> tuple[list[str], list[str]]:
-    """Return the command in front of bwrap's, and bwrap's options, that show paths read-only where they are.
+    """Return a prefix of the bwrap command and options of bwrap; they show paths, read-only, where they are.
 
     points: an empty folder for mount points. as_nobody: root starts bwrap as another user, who may not enter
     all of root's folders.

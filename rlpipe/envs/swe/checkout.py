@@ -51,8 +51,8 @@ def check_mirrors(config: EnvConfig, instances: Iterable[Instance]) -> None:
         commits.setdefault(instance.repo, []).append(instance)
     for repo, wanted in commits.items():
         mirror = mirror_of(config, repo)
-        asked = "".join(f"{instance.base_commit}^{{commit}}\n" for instance in wanted)
-        answered = _git(mirror, "cat-file", "--batch-check", stdin=asked).splitlines()
+        revisions = "".join(f"{instance.base_commit}^{{commit}}\n" for instance in wanted)
+        answered = _git(mirror, "cat-file", "--batch-check", stdin=revisions).splitlines()
         for instance, line in zip(wanted, answered, strict=True):
             if line.endswith("missing"):
                 raise ValueError(
@@ -121,6 +121,7 @@ class CheckoutSandbox:
             raise InfrastructureError(f"git in the sandbox fails: {made.output.strip()[-300:]}")
 
     def _open(self, tree: Tree) -> None:
+        """Start the sandbox over a tree. Raises InfrastructureError."""
         from rlpipe.envs.sandbox.bubblewrap import ContainedBubblewrap
 
         secret = [Path(name).expanduser().resolve() for name in self._config.instance_files]

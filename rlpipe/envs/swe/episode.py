@@ -9,7 +9,7 @@ passes, else 0.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlpipe.config.env import ActionMode, EnvConfig
 from rlpipe.envs.base import StepResult
@@ -119,7 +119,7 @@ class SweEpisode:
             grade = self._workspace.grade()
             return self._end(float(grade.solved), submitted=True, **grade.info())
 
-        # As the shell reports it; the sandbox would fail to start, which is no fault of the sandbox.
+        # As the shell reports it; the sandbox would fail to start, which is not a fault of the sandbox.
         if len(command.encode()) > _LONGEST_COMMAND:
             result = CommandResult(output="command too long", exit_code=126)
         else:
@@ -131,7 +131,7 @@ class SweEpisode:
         """End without a submission (out of turns or context), for reward 0."""
         return self._end(0.0, submitted=False)
 
-    def _end(self, reward: float, **info: Any) -> StepResult:
+    def _end(self, reward: float, **info: object) -> StepResult:
         info |= {"format_errors": self._format_errors} | self._instance.labels
         return StepResult(done=True, reward=reward, info=info)
 

@@ -45,7 +45,7 @@ class Instance:
     fail_to_pass, pass_to_pass: test ids, e.g. "test_core.Test.test_it".
     graded_in_process: its tests inspect the module (its source, its identity, callbacks), so they run in the
     process that imports the model's code, which can cheat there.
-    facts: the record's remaining text and number fields (family, bug_kind, ...).
+    metadata: the record's remaining text and number fields (family, bug_kind, ...).
     """
 
     instance_id: str
@@ -60,7 +60,7 @@ class Instance:
     test_patch: str = ""
     image: str = ""
     graded_in_process: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Instance:
     @property
     def labels(self) -> dict[str, Any]:
         """Facts to record with each attempt."""
-        return {name: self.facts[name] for name in ("family", "bug_kind") if name in self.facts}
+        return {name: self.metadata[name] for name in ("family", "bug_kind") if name in self.metadata}
 
     @property
     def patched_tests(self) -> list[str]:
@@ -167,7 +167,7 @@ def parse_instance(line: str, where: str) -> Instance:
 
 
 def instance_of(record: dict[str, Any], where: str) -> Instance:
-    """Return the instance of a row, which it empties. Raises ValueError."""
+    """Return the instance of a row; other fields become its metadata. Raises ValueError."""
     # Images are named by one column or another; tables have empty cells where a text is left out.
     image = next((record[key] for key in _IMAGE_COLUMNS if record.get(key)), "")
     record = {key: value for key, value in record.items() if value is not None and key not in _IMAGE_COLUMNS}
@@ -194,7 +194,7 @@ def instance_of(record: dict[str, Any], where: str) -> Instance:
         image=text["image"],
     )
 
-    instance.facts = {k: v for k, v in record.items() if isinstance(v, str | int | float)}
+    instance.metadata = {k: v for k, v in record.items() if isinstance(v, str | int | float)}
     if not instance.fail_to_pass:
         raise ValueError(f"{where}: FAIL_TO_PASS is empty: name at least one test that the fix makes pass.")
 
@@ -215,19 +215,19 @@ def _required(record: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _text(value: Any, key: str, where: str) -> str:
+def _text(value: object, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: {key} must be text, got {value!r}.")
     return value
 
 
-def _flag(value: Any, key: str, where: str) -> bool:
+def _flag(value: object, key: str, where: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{where}: {key} must be true or false, got {value!r}.")
     return value
 
 
-def _ids(value: Any, key: str, where: str) -> tuple[str, ...]:
+def _ids(value: object, key: str, where: str) -> tuple[str, ...]:
     """Check a list of test ids: a list or, as in SWE-bench, a JSON string of one."""
     if isinstance(value, str):
         try:
@@ -239,7 +239,8 @@ def _ids(value: Any, key: str, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _files(value: Any, where: str) -> dict[str, str]:
+def _files(value: object, where: str) -> dict[str, str]:
+    """Return the files of an instance. Raises ValueError for paths outside the repository."""
     if not isinstance(value, dict):
         raise ValueError(f'{where}: files must be an object of "path": "text", got {type(value).__name__}.')
     for path, text in value.items():
@@ -249,7 +250,7 @@ def _files(value: Any, where: str) -> dict[str, str]:
         if not isinstance(text, str):
             raise ValueError(f"{where}: files: {path!r} must hold text, got {type(text).__name__}.")
         if any(str(parent) in value for parent in PurePosixPath(path).parents):
-            raise ValueError(f"{where}: files: {path!r} lies inside another file.")
+            raise ValueError(f"{where}: files: {path!r} is inside another file.")
     return value
 
 

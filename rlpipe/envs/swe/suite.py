@@ -47,6 +47,7 @@ def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
 
 
 def _check_backend(instance: Instance, split: str, config: EnvConfig) -> None:
+    """Refuse an instance that the sandbox's backend cannot run. Raises ValueError."""
     bubblewrap = config.sandbox.backend is SandboxBackend.BUBBLEWRAP
     if bubblewrap and not instance.files and not config.repos:
         raise ValueError(

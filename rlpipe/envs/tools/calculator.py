@@ -57,6 +57,7 @@ def show(value: Fraction) -> str:
 
 
 def _value(node: ast.expr) -> Fraction:
+    """Return the exact value of a node of the syntax tree. Raises ToolError."""
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

@@ -78,7 +78,7 @@ def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]])
 class ToolEpisode:
     """One attempt at a task; the Protocol is `rlpipe.envs.base.Episode`.
 
-    score: gives the reward of a final answer. facts: added to the trajectory's info.
+    score: gives the reward of a final answer. extra: added to the trajectory's info.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class ToolEpisode:
         score: Callable[[str], float],
         config: EnvConfig,
         sandbox: Sandbox | None = None,
-        facts: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         self._question, self._tools, self._score = question, tools, score
-        self._config, self._sandbox, self._facts = config, sandbox, facts or {}
+        self._config, self._sandbox, self._extra = config, sandbox, extra or {}
         self._calls = self._refused = self._malformed = 0
 
     def messages(self) -> list[dict[str, str]]:
@@ -142,6 +142,6 @@ class ToolEpisode:
     def _shown(self, results: Sequence[str]) -> str:
         return shorten("\n".join(results), self._config.max_observation_chars)
 
-    def _end(self, reward: float, **info: Any) -> StepResult:
+    def _end(self, reward: float, **info: object) -> StepResult:
         counts = {"tool_calls": self._calls, "tool_errors": self._refused, "format_errors": self._malformed}
-        return StepResult(done=True, reward=reward, info=info | counts | self._facts)
+        return StepResult(done=True, reward=reward, info=info | counts | self._extra)

@@ -74,6 +74,7 @@ def _json(text: str) -> ParsedTurn:
 
 
 def _pythonic(text: str) -> ParsedTurn:
+    """Parse a turn such as [read(document="store")]. Raises MalformedCall."""
     text = text.strip()
     if not text.startswith("["):
         return ParsedTurn(calls=(), content=text)
@@ -95,6 +96,7 @@ def _pythonic(text: str) -> ParsedTurn:
 
 
 def _python_call(node: ast.expr) -> ToolCall:
+    """Return the call of a node of the syntax tree. Raises MalformedCall."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise MalformedCall("expected tool(argument=value, ...) with named arguments")
 
@@ -135,7 +137,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

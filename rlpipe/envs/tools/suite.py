@@ -68,7 +68,7 @@ class ToolSuite(SplitTable):
             score=partial(_score, instance.answer),
             config=self._config,
             sandbox=sandbox,
-            facts={"family": instance.family},
+            extra={"family": instance.family},
         )
 
     def _sandbox(self, contents: dict[str, str]) -> Sandbox | None:

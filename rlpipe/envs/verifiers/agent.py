@@ -15,13 +15,13 @@ from rlpipe.envs.verifiers.toolsets import Served, serve
 class TheModel:
     """An agent of verifiers that rlpipe generates.
 
-    said: chat messages for the model. answers: its turns, None when there are no more. trace: the library's
-    record, which has the rewards once the exchange has ended.
+    messages: chat messages for the model. answers: its turns, None when there are no more.
+    trace: the library's record, which has the rewards once the exchange has ended.
     """
 
     def __init__(self, config: EnvConfig, env: Any) -> None:
         self._config, self._env, self._served = config, env, Served()
-        self.said: asyncio.Queue[list[dict[str, str]]] = asyncio.Queue(1)
+        self.messages: asyncio.Queue[list[dict[str, str]]] = asyncio.Queue(1)
         self.answers: asyncio.Queue[str | None] = asyncio.Queue(1)
         self.trace: Any = None
 
@@ -41,9 +41,9 @@ class TheModel:
         from verifiers.v1 import AgentConfig, AgentInfo, Trace, TraceTask
         from verifiers.v1.state import state_cls
 
-        facts = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        described = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = AgentInfo(config=AgentConfig())
-        self.trace = Trace(task=facts, agent=agent, state=state_cls(type(task))())
+        self.trace = Trace(task=described, agent=agent, state=state_cls(type(task))())
 
         # The hooks get no runtime: `load` has refused tasks that need one.
         await task.setup(self.trace, None)
@@ -56,24 +56,24 @@ class TheModel:
         """Send a message or the task's prompt; return the model's answer, after its tool calls."""
         from verifiers.v1 import Segment
 
-        said = self._messages(message)
+        messages = self._messages(message)
         if not self.trace.nodes:
-            self._add(*self._prompts(), *said)
-            said = [node.message for node in self.trace.nodes]
+            self._add(*self._prompts(), *messages)
+            messages = [node.message for node in self.trace.nodes]
         else:
-            self._add(*said)
+            self._add(*messages)
 
         start = len(self.trace.nodes)
-        while said:
-            await self.said.put([{"role": one.role, "content": _text(one)} for one in said])
+        while messages:
+            await self.messages.put([{"role": one.role, "content": _text(one)} for one in messages])
             answer = await self.answers.get()
             if answer is None:
                 self.trace.stop("max_turns")
                 return Segment(messages=[], terminated=True)
             parser, number = self._config.tools.parser, len(self.trace.nodes)
-            made, said = await self._served.answer(answer, parser, number)
+            made, messages = await self._served.answer(answer, parser, number)
             self._add(made, sampled=True)
-            self._add(*said)
+            self._add(*messages)
         return Segment(messages=[node.message for node in self.trace.nodes[start:]])
 
     def _prompts(self) -> list[Any]:
@@ -85,7 +85,7 @@ class TheModel:
         return [SystemMessage(content="\n\n".join(system))] if system else []
 
     def _messages(self, message: Any) -> list[Any]:
-        """Return what is said as the library's messages; the task's prompt for None."""
+        """Return a message as the library's messages; the task's prompt for None."""
         from verifiers.v1.dialects.chat import parse_message
         from verifiers.v1.types import UserMessage
 

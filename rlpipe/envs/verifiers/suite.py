@@ -58,15 +58,15 @@ class VerifiersEpisode:
     async def messages(self) -> list[dict[str, str]]:
         """Start the environment, and return its first message."""
         self._run = asyncio.create_task(self._env.run(self._task, self._agents))
-        if (said := await self._next()) is None:
+        if (messages := await self._next()) is None:
             raise ValueError("the environment ended before the model's first turn.")
-        return said
+        return messages
 
     async def step(self, action: str) -> StepResult:
         """Answer the environment; it continues, or ends and is scored."""
         await self._agents.answers.put(action)
-        said = await self._next()
-        return self._scored(submitted=True) if said is None else StepResult(observation=said)
+        messages = await self._next()
+        return self._scored(submitted=True) if messages is None else StepResult(observation=messages)
 
     async def finish(self) -> StepResult:
         """End at a limit of turns or context; the conversation so far is scored."""
@@ -82,11 +82,11 @@ class VerifiersEpisode:
     async def _next(self) -> list[dict[str, str]] | None:
         """Return the environment's message; None when it has ended. Raises what it raised."""
         assert self._run, "messages() comes first"
-        said = asyncio.create_task(self._agents.said.get())
-        await asyncio.wait({said, self._run}, return_when=asyncio.FIRST_COMPLETED)
-        if said.done():
-            return said.result()
-        said.cancel()
+        messages = asyncio.create_task(self._agents.messages.get())
+        await asyncio.wait({messages, self._run}, return_when=asyncio.FIRST_COMPLETED)
+        if messages.done():
+            return messages.result()
+        messages.cancel()
         if error := self._run.exception():
             raise error.__cause__ or error  # the library wraps what a task's own code raises
         return None

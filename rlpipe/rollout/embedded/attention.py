@@ -1,12 +1,13 @@
 """Attention of a few new tokens per row over the cached keys of the row.
 
-Owns the choice of kernel and the mask for each. On a CPU, a few queries against a few hundred keys go
-through `attend_products`, in which the query heads that share a key head are the rows of one product, so
-that keys and values are read once. In float32 two batched products are fastest (25 to 30% less time than
+Owns the choice of kernel and the mask for each. On a CPU, a few queries against a few hundred keys go through
+`attend_products`, in which the query heads that share a key head are the rows of one product, so that keys
+and values are read once. In float32 two batched products are fastest (25 to 30% less time than
 scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16
-scaled_dot_product_attention over the same rows takes half their time at 1 row and as much at 32, measured
-under load with three query heads for each key head; for a single query per key head the products are
-faster. Everything else goes through `attend`, on a GPU by the memory-efficient kernel, or not at all.
+scaled_dot_product_attention over the same rows is used where query heads share key heads: it takes half the
+time of the products at 1 row and the same at 32 (measured under load, three query heads for each key head).
+For a single query per key head the products are faster. Everything else goes through `attend`, which on a GPU
+allows the memory-efficient kernel only.
 
 `attend_products` reads as many keys of each row as the longest row has, which one long conversation makes
 expensive for all: it runs over groups of consecutive rows of similar lengths.

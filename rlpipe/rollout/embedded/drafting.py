@@ -1,6 +1,7 @@
 """Drafting and verification of a step: a chain or a tree over the draft layer.
 
-Owns the draft tokens, their slots in the cache and the verdict; the decoder owns the passes around them.
+Owns the draft tokens, their slots in the cache and their verification; the decoder owns the passes before
+and after.
 Both read the row table, where `hidden` is each row's depth-1 draft state from the step before (with
 several layers also those of the others: see `depths`).
 
@@ -75,7 +76,7 @@ class Drafted:
 
 
 @dataclass(slots=True)
-class Judged:
+class Emitted:
     """Verified tokens that a step emits for the decoding rows.
 
     tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the
@@ -98,7 +99,7 @@ class Drafting(Protocol):
         """Draft `gamma` tokens deep."""
         ...
 
-    def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
+    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Emitted:
         """Verify the drafts; choices: [A, nodes + 1, V], the target's distribution after each node."""
         ...
 
@@ -184,21 +185,21 @@ class ChainDrafting(_RowDrafting):
         q = self._over_vocabulary(torch.stack(probs, 1)) if probs else None
         return Drafted(part, uniforms, q, list(range(gamma)))
 
-    def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
+    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Emitted:
         """Verify the drafts by the rule of the mode; choices: [A, gamma + 1, V]."""
         part, uniforms = drafted.part, drafted.uniforms
         drafts, gamma = part.tokens[:, 1:], part.span.width - 1
 
         if not gamma:
             token = sample_cdf(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
-            return Judged(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
+            return Emitted(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
 
         verdict = self._verify(
             drafts, drafted.probs, choices, uniforms[:, :gamma, Stream.COIN], uniforms[:, 0, Stream.RESIDUAL]
         )
         accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
         tokens = torch.cat((drafts, next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
-        return Judged(tokens, accepted, verdict.accept_prob, part)
+        return Emitted(tokens, accepted, verdict.accept_prob, part)
 
     def _verify(
         self,
@@ -305,7 +306,7 @@ class TreeDrafting(_RowDrafting):
         return Drafted(part, uniforms, self._over_nodes(probs), list(tree.parents[1:]))
 
     def _over_nodes(self, probs: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return q [A, N + 1, V] of all nodes by those of the levels that have children, None of no level."""
+        """Join q of the levels that have children to [A, N + 1, V] of all nodes; None without levels."""
         if not probs:
             return None
 
@@ -313,7 +314,7 @@ class TreeDrafting(_RowDrafting):
         leaves = probs[0].new_zeros(len(probs[0]), len(self._levels[-1]), probs[0].shape[-1])
         return self._over_vocabulary(torch.cat([*probs, leaves], 1))
 
-    def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
+    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Emitted:
         """Verify the tree, and move the keys of the accepted path to the root's; choices: [A, N + 1, V]."""
         tree, part = self._tree, drafted.part
         verdict = self._verify(drafted, choices)
@@ -331,15 +332,17 @@ class TreeDrafting(_RowDrafting):
         emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
 
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
-        return Judged(tokens, accepted, probs, emitted, nodes)
+        return Emitted(tokens, accepted, probs, emitted, nodes)
 
     def _verify(self, drafted: Drafted, choices: torch.Tensor) -> TreeVerdict:
+        """Verify the tree of every row, greedily if all rows are greedy."""
         tree, tokens, uniforms = self._tree, drafted.part.tokens[:, 1:], drafted.uniforms
         if self._table.greedy[: len(tokens)].all():
             return verify_tree_greedy(tree, tokens, choices)
 
-        # Of greedy rows among others, q is a one at the first child. The further ones, where q is 0, count as
-        # certain, and so the rounds accept the argmax wherever it is, whatever the coins.
+        # In a mixed batch, a greedy row's q is 1 at the first child and 0 at the others. A q of 0 counts as
+        # certain acceptance there, so verification accepts the argmax at whichever child it is, for any
+        # coins.
         coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
         return verify_tree(
             tree,

@@ -242,6 +242,7 @@ class EmbeddedEngine:
     # ---- the engine thread ----
 
     def _main(self) -> None:
+        """Run scheduler rounds until the engine is closed; the body of its thread."""
         torch.set_num_threads(self._config.threads)
         try:
             with torch.inference_mode():
@@ -309,6 +310,7 @@ class EmbeddedEngine:
         _settle(pending, lambda future: future.set_result(result))
 
     def _fail(self, error: BaseException) -> None:
+        """Pass an error to all callers that wait, and to later ones."""
         with self._wake:
             self._failure = error
             pending, inbox = list(self._pending.values()), list(self._inbox)

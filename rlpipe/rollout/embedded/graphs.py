@@ -115,6 +115,7 @@ class Graphs:
         state: torch.Tensor | None,
         select: torch.Tensor | None,
     ) -> Buffers:
+        """Make the empty buffers of a padded shape: `rows` rows that attend to `seen` positions."""
         cache = self._cache[:, :, :rows, :, :seen]
         padded = replace(
             span,
@@ -136,11 +137,11 @@ class Graphs:
         """Capture the pass; on a failure, it and all later ones run without graphs."""
         device = buffers.tokens.device
         try:
-            beside = torch.cuda.Stream(device)
-            beside.wait_stream(torch.cuda.current_stream(device))
+            side_stream = torch.cuda.Stream(device)
+            side_stream.wait_stream(torch.cuda.current_stream(device))
             graph = torch.cuda.CUDAGraph()
 
-            with torch.cuda.stream(beside):
+            with torch.cuda.stream(side_stream):
                 for _ in range(_WARM_UPS):
                     buffers.call(function)
 
@@ -151,7 +152,7 @@ class Graphs:
                 finally:
                     graph.capture_end()
 
-            torch.cuda.current_stream(device).wait_stream(beside)
+            torch.cuda.current_stream(device).wait_stream(side_stream)
             buffers.graph = graph
         except RuntimeError as error:
             self._usable = False

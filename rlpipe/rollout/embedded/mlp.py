@@ -1,4 +1,4 @@
-"""The MLP of a decoder layer: one gated MLP, or a mixture of experts."""
+"""The MLP of a decoder layer: one gated MLP, or an MoE."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Mixture:
     chosen: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the MoE of tokens [n, H]; `chosen` has the experts of each token afterwards."""
         scores = F.linear(x.float(), self.router.float())
         scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
         chosen = self._allowed(scores if self.bias is None else scores + self.bias)

@@ -320,6 +320,7 @@ class Model:
         selects: Sequence[torch.Tensor] | None = None,
         read: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Run one layer over all spans, and return its output."""
         arch, (slots, rotation) = self.arch, shared
         heads = arch.heads
         read = self.norm(x, layer.input_norm) if read is None else read

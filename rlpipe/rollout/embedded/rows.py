@@ -10,8 +10,8 @@ has keys for the first total - 1 of them; the last one is the next pass's input.
 
 A conversation whose row another one needs is parked: what its row holds is copied to the host, and back when
 its next request joins. So rows hold what runs, and more conversations can be open than there are rows. Parked
-ones have at most PARKED times as many tokens as fit into all rows; one that does not fit loses its keys. To
-drop the oldest instead would drop what comes back next, where conversations take turns.
+ones have at most PARKED times as many tokens as fit into all rows; one that does not fit loses its keys.
+The oldest is not dropped for it: where conversations take turns, the oldest is the next one to continue.
 """
 
 from __future__ import annotations
@@ -294,6 +294,7 @@ class RowTable:
         self._owner[source] = None
 
     def _exchange(self, a: int, b: int) -> None:
+        """Exchange two rows: keys, states, columns, jobs and owners."""
         if a == b:
             return
         pair, swapped, length = [a, b], [b, a], int(max(self.total[a], self.total[b]))

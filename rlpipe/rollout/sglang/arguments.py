@@ -29,8 +29,8 @@ from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import family_of, read_architecture
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.models.grafted import fits_mimo, is_grafted
-from rlpipe.rollout.sglang.card import server_fraction
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
+from rlpipe.rollout.sglang.gpu_share import server_fraction
 from rlpipe.rollout.sglang.routes import check_routes
 from rlpipe.spec import gamma
 from rlpipe.weights.shared_memory import LOADER, SERVED
@@ -45,10 +45,10 @@ _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 def check_supported(
     rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, *, on_gpu: bool
 ) -> None:
-    """Refuse at launch what the server could only refuse later, or would do silently otherwise.
+    """Refuse at launch what the server would refuse only later, or would silently change.
 
     What SGLang never does is refused by `config.checks.check_sglang`.
-    Raises ValueError with what, the value and a hint.
+    Raises ValueError with the problem, the value and a hint.
     """
     if spec.mode is SpecMode.BLOCK and not on_gpu:
         raise ValueError(

@@ -100,6 +100,7 @@ class SglangClient:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float | None = None
     ) -> Any:
+        """Send a request; return its JSON. Raises ServerUnreachable, or ServerError with the answer."""
         self._require_open(path)
         content = None if body is None else dict(body)
         limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # of one turn with servers that live and yet do not answer it
 
 
-def _log_event(kind: str, **fields: Any) -> None:
+def _log_event(kind: str, **fields: object) -> None:
     logger.warning("%s: %s", kind, fields)
 
 
@@ -331,6 +331,7 @@ class SglangEngine:
                 raise
 
     async def _restart(self, grace: float) -> None:
+        """Drain the server, and replace it. grace: seconds for running turns."""
         client = await self._replica.serving()
         self._replica.drain()
         await self._turns.wait_until_idle(grace)
@@ -347,6 +348,7 @@ class SglangEngine:
         self._on_event("server_restarted", version=version, restarts=restarts, seconds=seconds)
 
     async def _end(self) -> None:
+        """End all turns, then the server."""
         self._turns.abort_waiting(None)
         if self._replica.is_serving():
             # The server may die meanwhile: it is stopped in any case.

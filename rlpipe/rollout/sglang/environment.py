@@ -54,7 +54,7 @@ def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment
     """Find the interpreter of `config`, and check that it has the SGLang that this rlpipe supports.
 
     Raises ValueError: no such interpreter, it has no SGLang or another version, a torch without CUDA on a
-    GPU, or, on a CPU, not our support package of this version.
+    GPU, or, on a CPU, no support package of rlpipe's version.
     """
     python = _interpreter(config)
     versions = _probe(python)
@@ -137,8 +137,8 @@ def _interpreter(config: SglangConfig) -> Path:
     python = python.absolute()  # not resolved: the link itself is in the virtual environment
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ValueError(
-            f"{source} is no Python interpreter. {_HINT}, or set rollout.sglang.python to the interpreter of "
-            "SGLang's virtual environment."
+            f"{source} is not a Python interpreter. {_HINT}, or set rollout.sglang.python to the interpreter "
+            "of SGLang's virtual environment."
         )
     return python
 

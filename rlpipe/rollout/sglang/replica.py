@@ -128,7 +128,7 @@ class Replica:
         self._watching = asyncio.create_task(self._watch())
 
     async def serving(self) -> SglangClient:
-        """Wait for a usable server; returns HTTP to it. Raises RuntimeError once restarts are used up."""
+        """Wait for a usable server; returns its client. Raises RuntimeError once restarts are used up."""
         await self._gate.wait()
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
@@ -152,6 +152,7 @@ class Replica:
         return await asyncio.shield(work)
 
     async def _recover(self, client: SglangClient, error: BaseException | str, timeout: float | None) -> bool:
+        """Replace the server of `client` if it is dead or hung; return whether it was replaced or stopped."""
         called_at = time.monotonic()
         async with self._lock:
             if self._failure is not None:
@@ -250,8 +251,9 @@ class Replica:
     def _set_loading(self, *, loading: bool) -> None:
         """Set whether the server loads weights, and change the timeout of probes under way accordingly.
 
-        With the timeout of their start, a server that hangs right after an update would be waited for as one
-        that loads, and one that loads would be killed for a probe sent just before.
+        If probes retained the timeout they began with, a server that hangs right after an update would be
+        given the long time of loading, and one that begins to load would be killed by a probe sent just
+        before.
         """
         self._loading = loading
         for timeout in self._timeouts:

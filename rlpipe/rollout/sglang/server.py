@@ -1,7 +1,7 @@
 """A server process: started, waited for, and stopped together with everything it started.
 
 SGLang spawns a scheduler per GPU and a detokenizer; a failure inside it ends its whole tree. The tree is a
-process group of its own under `guard.py`, which kills it when we are gone.
+separate process group under `guard.py`, which kills it when the process that started it has ended.
 """
 
 from __future__ import annotations

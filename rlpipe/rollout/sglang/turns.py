@@ -163,7 +163,7 @@ class Turns:
         return stats
 
     def _continues(self, request: GenerateRequest, result: GenerateResult) -> bool:
-        """Return whether the server stopped at a token that is no stop token, and more tokens are allowed."""
+        """Return whether the server stopped at another token than requested, and more tokens are allowed."""
         stops = request.sampling.stop_token_ids
         if result.finish_reason is not FinishReason.STOP or result.output_ids[-1] in stops:
             return False

@@ -143,7 +143,7 @@ def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
 def _span(batch: int, tiles: int, *, interpreted: bool) -> int:
     """Choose the tiles per program: one where few rows do not fill a GPU. The result does not depend on it.
 
-    The interpreter runs programs one after another, at a cost each: they get more tiles.
+    The interpreter runs programs one after another, each at a fixed cost, so they get more tiles there.
     """
     return min(tiles, 16 if interpreted else 1 if batch <= 8 else 4)
 

@@ -125,8 +125,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes: Sequence[int]) -> None:
     """Write elements to their positions: of each tensor positions [k] int32, ascending, and values [k].
 
-    sizes: elements of each tensor, where it is the one that is meant. Nothing is raised here, which would end
-    the server: what cannot be written stays, and the check finds it.
+    sizes: how many elements each tensor must have. A tensor that does not match is skipped, because an
+    exception would end the server; the check then finds it.
     """
     state = dict(chain(model.named_parameters(), model.named_buffers()))
     for (name, positions), (_, values), size in zip(pairs, pairs, sizes, strict=True):
@@ -144,9 +144,9 @@ def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes:
 def _hash_in_threads() -> None:
     """Make SGLang's checker hash weights on a CPU in threads from now on, in place and with the same results.
 
-    A check that has an id, as a name to skip that no tensor has, is answered with `PENDING` until all hashes
-    are there, and the scheduler serves requests meanwhile. They are kept for all who ask for the same check:
-    target and draft, on every rank, are done at different times.
+    A check may carry an id, in its list of names to skip, as a name that no tensor has. It is then answered
+    with `PENDING` until all hashes are there, and the scheduler serves requests meanwhile. Hashes are stored
+    for further requests with the same id: target and draft, on every rank, finish at different times.
     """
     checker: Any = sys.modules.get("sglang.srt.utils.weight_checker")
     if checker is None:  # no server

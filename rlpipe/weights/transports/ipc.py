@@ -129,7 +129,7 @@ class IpcRoot:
             raise RuntimeError(min(failures).decode())
 
     def close(self) -> None:
-        """Free memory of the host, which a server that maps it keeps; a GPU's stays for the next group."""
+        """Free shared memory of the host, which remains valid for a server that maps it; retain a GPU's."""
         if not self.left:
             self.left = True
             if isinstance(self._memory, HostMemory):

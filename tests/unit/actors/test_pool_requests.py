@@ -18,7 +18,7 @@ class Cluster:
         self.numbers = [0]
 
     def workers(self):
-        return [{"worker": number, "playing": 0, "leaving": False} for number in self.numbers]
+        return [{"worker": number, "in_flight": 0, "leaving": False} for number in self.numbers]
 
     async def add_workers(self, count):
         if count > 2:
@@ -69,9 +69,9 @@ def test_every_request_is_answered_and_the_folder_goes_with_the_run(tmp_path, mo
         "d": "done",
         "e": "refused",
     }
-    assert found["a"]["said"] == "rollout workers 1, 2 serve the newest weights"
-    assert found["b"]["said"] == "no room" and "No space left" in found["c"]["said"]
-    assert "3 of its groups are rerun" in found["d"]["said"]
+    assert found["a"]["message"] == "rollout workers 1, 2 serve the newest weights"
+    assert found["b"]["message"] == "no room" and "No space left" in found["c"]["message"]
+    assert "3 of its groups are rerun" in found["d"]["message"]
     assert workers and not place.exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlpipe.adapt.estimates import PromptCounts
 from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, ModeCounts
-from rlpipe.adapt.run import evaluations, forget_evaluations, write_results
+from rlpipe.adapt.run import evaluations, remove_evaluations, write_results
 from rlpipe.config.run import Config
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.types import SpecCounts
@@ -60,7 +60,7 @@ def test_results_pair_later_evaluations_with_the_first(tmp_path):
 def test_evaluations_that_no_checkpoint_covers_are_forgotten(tmp_path):
     for step in (0, 5, 10):
         made(step, [1]).write(evaluations(tmp_path) / f"step_{step}.json")
-    forget_evaluations(tmp_path, 5)
+    remove_evaluations(tmp_path, 5)
     assert sorted(f.stem for f in evaluations(tmp_path).iterdir()) == ["step_0", "step_5"]
-    forget_evaluations(tmp_path, None)
+    remove_evaluations(tmp_path, None)
     assert list(evaluations(tmp_path).iterdir()) == []

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts/bench"), *sys.path])
-    import answers_smollm
+    from answers import smollm
 
-    return answers_smollm
+    return smollm
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.unit
 def draws(law, size, rng, true=None, rounded=None):
     """`size` draws spread over the rows of a law, sampled from `true`."""
     row = np.arange(size) % len(law)
-    blank = Draws(law=law, row=row, cell=np.zeros(size, int), rounded=rounded)
+    blank = Draws(probs=law, row=row, cell=np.zeros(size, int), rounded=rounded)
     return Draws(
-        law=law, row=row, cell=blank.simulate_from(law if true is None else true, rng), rounded=rounded
+        probs=law, row=row, cell=blank.simulate_from(law if true is None else true, rng), rounded=rounded
     )
 
 
@@ -22,7 +22,7 @@ def test_g_of_draws_is_the_textbook_sum():
     rng = np.random.default_rng(0)
     some = draws(rng.dirichlet(np.ones(5), 3), 200, rng)
     counts = np.bincount(some.row * 5 + some.cell, minlength=15).reshape(3, 5)
-    assert some.g() == pytest.approx(g_statistic(counts, some.law))
+    assert some.g() == pytest.approx(g_statistic(counts, some.probs))
 
 
 def test_p_values_of_right_samples_are_uniform_even_with_one_draw_a_row():
@@ -51,7 +51,7 @@ def test_what_rounding_moves_is_no_fault_and_the_rest_is():
     rounded /= rounded.sum(1, keepdims=True)
     served = draws(law, 2_000, rng, true=rounded, rounded=rounded)
     assert served.p_value(rng, max_simulations=999) > 0.01
-    assert Draws(law=law, row=served.row, cell=served.cell).p_value(rng, max_simulations=999) < 0.01
+    assert Draws(probs=law, row=served.row, cell=served.cell).p_value(rng, max_simulations=999) < 0.01
 
 
 def test_simulation_stops_early_and_the_p_value_counts_from_there():

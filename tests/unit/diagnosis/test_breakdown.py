@@ -37,7 +37,7 @@ def test_rates_by_depth_are_kept_over_judged():
     kept = [n for record in some for _, n, *_ in record["drafts"]]
     for depth in (1, 2, 3):
         reached = sum(n >= depth - 1 for n in kept)
-        assert cuts[str(depth)].judged == reached
+        assert cuts[str(depth)].verified == reached
         assert cuts[str(depth)].rate == pytest.approx(sum(n >= depth for n in kept) / reached)
 
 

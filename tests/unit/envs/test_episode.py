@@ -14,7 +14,7 @@ INSTANCE = Instance(
     instance_id="i",
     problem_statement="f is broken",
     fail_to_pass=("t.T.a",),
-    facts={"family": "sum", "line": 2},
+    metadata={"family": "sum", "line": 2},
 )
 
 

@@ -40,7 +40,7 @@ def test_fields_are_read_and_facts_kept(tmp_path):
     assert list(instances) == ["one", "two"]
     one = instances["one"]
     assert one.problem_statement == "f is broken." and one.files["core.py"] == "x = 1\n"
-    assert one.tests == ("test_core.T.test_f",) and one.facts == {"family": "sum", "line": 3}
+    assert one.tests == ("test_core.T.test_f",) and one.metadata == {"family": "sum", "line": 3}
 
 
 def test_test_lists_may_be_json_strings_as_in_swe_bench():

@@ -129,7 +129,7 @@ def test_damage_to_all_is_an_error_instead_of_a_silent_start_from_zero(tmp_path)
         DAMAGE["weights is missing"](store.path(step))
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"none of the checkpoints .* is whole \(step 2: weights is missing"
+            ValueError, match=r"none of the checkpoints .* is complete \(step 2: weights is missing"
         ):
             CheckpointStore(tmp_path, keep=2).newest()
     assert store.steps() == [1, 2]

@@ -288,7 +288,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_pat
     assert len(cluster.batches) == 6 and run.checkpoints.steps() == [5, 6]
     failed = events(tmp_path, "checkpoint_failed")
     assert [event["step"] for event in failed] == [1, 2, 3] and "No space" in failed[0]["error"]
-    assert {event["stands"] for event in failed} == {None}
+    assert {event["newest"] for event in failed} == {None}
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_only_one_is_written_at_a_time(tmp_path):
@@ -364,7 +364,7 @@ def test_what_fails_behind_the_steps_leaves_the_checkpoint_before(tmp_path):
     asyncio.run(run.run())
     run.bus.close()
     (failed,) = events(tmp_path, "checkpoint_failed")
-    assert (failed["step"], failed["stands"]) == (4, 2) and "No space" in failed["error"]
+    assert (failed["step"], failed["newest"]) == (4, 2) and "No space" in failed["error"]
     assert len(cluster.batches) == 6 and run.checkpoints.steps() == [2, 6]
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 

@@ -30,30 +30,30 @@ def watched(share, window):
 def test_the_rule_waits_for_a_full_window_and_forgets_what_left_it():
     rule, _ = watched(0.5, 4)
     rule.see(attempts("a", "a", "a"))
-    assert rule.verdict is None, "three attempts are not four"
+    assert rule.stop_reason is None, "three attempts are not four"
     rule, _ = watched(0.5, 4)
     rule.see(attempts("a", None, None, None))
     rule.see(attempts("a"))
-    assert rule.verdict is None, "the first failure has left the window"
+    assert rule.stop_reason is None, "the first failure has left the window"
 
 
 def test_the_verdict_names_share_setting_and_commonest_cause_and_stands():
     rule, _ = watched(0.5, 4)
     rule.see(attempts("disk full", "disk full", "odd", None))
-    assert rule.verdict.startswith(
+    assert rule.stop_reason.startswith(
         "3 of the last 4 attempts were masked (run.max_masked_share=0.5), 2 of them by: disk full."
     )
-    verdict = rule.verdict
+    first = rule.stop_reason
     rule.see(attempts(None, None, None, None))
-    assert rule.verdict == verdict
+    assert rule.stop_reason == first
 
 
 def test_a_share_of_one_stops_only_when_all_fail():
     rule, _ = watched(1.0, 3)
     rule.see(attempts("a", "a", None, "a", "a"))
-    assert rule.verdict is None
+    assert rule.stop_reason is None
     rule.see(attempts("a"))
-    assert rule.verdict
+    assert rule.stop_reason
 
 
 def test_a_fault_in_every_attempt_is_reported_a_few_times_with_its_place():
@@ -69,7 +69,7 @@ def test_a_fault_in_every_attempt_is_reported_a_few_times_with_its_place():
 def test_validations_are_reported_and_do_not_count():
     rule, events = watched(0.5, 2)
     rule.report(attempts("a", "a"))
-    assert len(events) == 2 and rule.verdict is None
+    assert len(events) == 2 and rule.stop_reason is None
     assert rule.metrics()["env/masked_share"].value() is None
 
 

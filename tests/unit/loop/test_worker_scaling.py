@@ -105,7 +105,7 @@ def test_a_worker_that_is_idle_goes_but_never_one_of_the_first():
 
 def test_what_a_user_drained_is_not_put_back():
     growth = grown(waits=0.1, busy=0.9, seconds=5.0)
-    growth.asked(-1)
+    growth.requested(-1)
     growth.set_current(1)
     steps(growth, 100, 0.5, 0.9)
     assert growth.wanted == 1
@@ -115,7 +115,7 @@ def test_what_a_user_drained_while_a_worker_joined_is_not_put_back_either():
     growth = Growth(2, 3)
     steps(growth, WINDOW + 1, 0.5, 0.9)
     assert growth.wanted == 3
-    growth.asked(-1)
+    growth.requested(-1)
     growth.set_current(2)  # one came and one went
     assert growth.wanted == 2
     steps(growth, 100, 0.5, 0.9)
@@ -125,7 +125,7 @@ def test_what_a_user_drained_while_a_worker_joined_is_not_put_back_either():
 @pytest.mark.parametrize("most", [0, 4])
 def test_what_a_user_added_is_not_taken_out(most):
     growth = Growth(1, most)
-    growth.asked(1)
+    growth.requested(1)
     growth.set_current(2)
     steps(growth, 100, 0.0, 0.1)
     assert growth.wanted == 2

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.unit
 
 
 def sink_on(console: Console, steps: int = 40) -> ConsoleSink:
-    facts = [("model", "tiny"), ("loop", "asynchronous, staleness ≤ 1")]
-    return ConsoleSink(Header(title="swe_rl", facts=facts, total_steps=steps), console)
+    details = [("model", "tiny"), ("loop", "asynchronous, staleness ≤ 1")]
+    return ConsoleSink(Header(title="swe_rl", details=details, total_steps=steps), console)
 
 
 def record(step: int, **metrics: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_a_run_that_is_past_what_was_asked_for_says_so() -> None:
     sink.open()
     sink.event({"time": 0, "kind": "resumed", "level": "info", "step": 2, "path": "step_2"})
     sink.close()
-    assert "finished after step 2, 1 were asked for" in shown(console)
+    assert "finished after step 2, 1 were requested" in shown(console)
 
 
 @pytest.mark.parametrize("width", [80, 140])

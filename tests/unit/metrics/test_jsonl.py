@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.metrics.jsonl import MetricsFile, forget_steps, read_jsonl
+from rlpipe.metrics.jsonl import MetricsFile, read_jsonl, truncate_records
 from rlpipe.report.write import write_report
 
 pytestmark = pytest.mark.unit
@@ -79,7 +79,7 @@ def test_a_resume_passes_over_odd_lines_and_names_them(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join([steps[0], "[1]", *steps[1:], ""]))
     played = [f'{{"step": {n}, "turns": []}}' for n in (1, 2, 3)]
     (tmp_path / "trajectories.jsonl").write_text("\n".join([played[0], '{"reward": 1}', *played[1:], ""]))
-    assert forget_steps(tmp_path, 2) == ["metrics.jsonl:2", "trajectories.jsonl:2"]
+    assert truncate_records(tmp_path, 2) == ["metrics.jsonl:2", "trajectories.jsonl:2"]
     assert (tmp_path / "metrics.jsonl").read_text() == "\n".join([steps[0], "[1]", steps[1], ""])
     assert (tmp_path / "trajectories.jsonl").read_text() == "\n".join(
         [played[0], '{"reward": 1}', played[1], ""]

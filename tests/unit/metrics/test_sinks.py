@@ -59,14 +59,14 @@ def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
     config.pipeline.max_staleness = 0
     config.run.steps = 17
     header = run_header(config, tmp_path)
-    facts = dict(header.facts)
+    details = dict(header.details)
     assert header.title == "swe_rl" and header.total_steps == 17
-    assert facts["loop"].startswith("synchronous") and facts["model"] == config.model.path
+    assert details["loop"].startswith("synchronous") and details["model"] == config.model.path
     config.pipeline.max_staleness = 3
-    assert "staleness ≤ 3" in dict(run_header(config, tmp_path).facts)["loop"]
+    assert "staleness ≤ 3" in dict(run_header(config, tmp_path).details)["loop"]
     config.task, config.draft.objective = Task.MTP_ADAPT, "kl"
-    facts = dict(run_header(config, tmp_path).facts)
-    assert "loop" not in facts and facts["draft"].startswith("trained by kl, uniform anchors")
+    details = dict(run_header(config, tmp_path).details)
+    assert "loop" not in details and details["draft"].startswith("trained by kl, uniform anchors")
 
 
 def test_being_logged_in_is_seen_in_the_environment_and_in_netrc(

@@ -281,7 +281,7 @@ def test_the_released_moonlight_is_counted_with_all_its_experts():
         ({"qk_rope_head_dim": 33}, "qk_rope_head_dim=33, an odd number"),
         ({"kv_lora_rank": 511}, "kv_lora_rank=511, an odd number"),
         ({"kv_lora_rank": None}, "kv_lora_rank=None: it must be a whole number"),
-        ({"scoring_func": "softmax"}, "scoring_func='softmax', and 'sigmoid' alone is supported"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax', and only 'sigmoid' is supported"),
         ({"topk_method": "greedy"}, "topk_method='greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ({"topk_group": 8}, "topk_group=8 of n_group=8 with num_experts_per_tok=8"),

@@ -296,7 +296,7 @@ def test_a_server_that_no_node_holds_is_refused_with_how_many_cards_it_needs(tmp
     config = deepseek(tmp_path, "many_nodes", "rollout.sglang.tp=8", "trainer.tp=8", "trainer.dp=8")
     with pytest.raises(ValueError, match=r"weights 158\.9") as refusal:
         check_memory(config)
-    assert "One server needs 32 such cards, and it lies on one node, of 8." in str(refusal.value)
+    assert "One server needs 32 such GPUs, and they must be on one node, of 8." in str(refusal.value)
     assert "Take B300s (cluster.gpu_gb=268" in str(refusal.value)
 
 

@@ -23,7 +23,7 @@ def recorded(path: Path, metrics: dict[str, float]) -> RunData:
 def test_tokens_and_costs_decide_by_batch_and_gamma():
     rows = {(row.batch, row.gamma): row for row in pays(COSTS, [0.5, 0.4, 0.5])}
     assert rows[1, 3].tokens == pytest.approx(1 + 0.5 + 0.2 + 0.1)
-    assert (rows[1, 1].verdict, rows[8, 1].verdict) == ("pays", "does not pay")
+    assert (rows[1, 1].outcome, rows[8, 1].outcome) == ("pays", "does not pay")
     assert rows[1, 1].measured == pytest.approx(0.5) and 0.4 < rows[1, 3].measured < 0.5
     assert rows[8, 1].needed is None  # a draft that costs more than a step never pays
 
@@ -34,7 +34,7 @@ def test_acceptance_as_needed_is_even(batch):
     (row,) = pays(costs, [0.0] * 3)
     assert row.needed is not None
     (even,) = pays(costs, [row.needed] * 3)
-    assert even.gain == pytest.approx(1) and even.verdict == "even"
+    assert even.gain == pytest.approx(1) and even.outcome == "even"
 
 
 def test_a_gamma_deeper_than_what_was_drafted_is_left_out():

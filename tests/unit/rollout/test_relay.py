@@ -84,7 +84,7 @@ def test_a_turn_that_had_begun_is_ended_by_another_engine_and_each_token_keeps_i
                 request = turn.result()
                 asked.append(request)
                 rest = [52, 53] if request.prompt_ids.tolist()[-2:] == [50, 51] else [50, 51, 52, 53]
-                await leaving.turn_played(request.request_id, said(request, rest, 7))
+                await leaving.turn_generated(request.request_id, said(request, rest, 7))
             turn.cancel()
         await leaving._collector.close()
         assert leaving._engine.stats() == EngineStats(generated_tokens=2, policy_version=3)
@@ -121,7 +121,7 @@ def test_a_turn_that_nobody_plays_ends_all_the_same(end):
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await playing
-        away.turn_played(moved.request_id, said(moved, [1], 1))  # late: nobody asks any more
+        away.turn_generated(moved.request_id, said(moved, [1], 1))  # late: nobody asks any more
         again = asyncio.ensure_future(away.generate(request))
         assert (await away.next_turn()).request_id == moved.request_id
         away.close()

@@ -14,7 +14,7 @@ import types
 from rlpipe.envs.swe.grader import late
 from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, dumps, encode
 
-_LENT = (type, types.FunctionType)
+_EXPORTED = (type, types.FunctionType)
 _OPERATIONS = {
     "str": str,
     "repr": repr,
@@ -49,18 +49,18 @@ class Objects:
     """Objects by number; an object keeps its number and is kept as long as the process."""
 
     def __init__(self):
-        self._objects, self._numbers, self._lent = [], {}, []
+        self._objects, self._numbers, self._exported = [], {}, []
 
-    def lend(self, module, names):
+    def export(self, module, names):
         """Return the functions and classes among the names of a module: the tests ask for each only once."""
         space = vars(module)
-        lent = {name: space.get(name) for name in names if isinstance(space.get(name), _LENT)}
-        self._lent += [(space, name, value) for name, value in lent.items()]
-        return lent
+        exported = {name: space.get(name) for name in names if isinstance(space.get(name), _EXPORTED)}
+        self._exported += [(space, name, value) for name, value in exported.items()]
+        return exported
 
     def hold(self):
-        """Return whether every name that was lent means what it meant."""
-        return all(space.get(name) is value for space, name, value in self._lent)
+        """Return whether every name that was exported means what it meant."""
+        return all(space.get(name) is value for space, name, value in self._exported)
 
     def number(self, value):
         """Return the number of an object, a new one when it has none."""
@@ -107,7 +107,7 @@ def answer(request, objects):
         if what == "import":
             module = importlib.import_module(target)
             names = list(getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"]))
-            value = [module, names, objects.lend(module, names)]
+            value = [module, names, objects.export(module, names)]
         elif what == "call":
             value = decode(target, objects.value)(*args, **kwargs)
         else:

@@ -104,7 +104,7 @@ def _text(form):
 
 
 class _Reading:
-    """How the interpreter's own scanner of JSON reads; a number with a fraction is a value of no form."""
+    """Options of the interpreter's JSON scanner. A float may be parsed: decoding then refuses its form."""
 
     strict, object_hook, object_pairs_hook = True, None, None
     parse_int, parse_float, parse_constant = int, float, float

@@ -98,7 +98,8 @@ class _Outcomes:
     def names(self, tests):
         """Return names under which a list of tests may have them.
 
-        Lists of whole files are taken from printed lines: up to a blank, or the name of the function alone.
+        Lists of kind `files` come from printed lines, which have a name up to a blank, or only the function's
+        name.
         """
         if self._kind != "files":
             return tests
@@ -130,6 +131,7 @@ def _noting(method, into):
 
 
 def _noting_subtests(method, failed):
+    """Wrap unittest's method for subtests, so that a failed one counts as a failure of its test."""
     note = _noting(lambda self, test, *details: None, failed)
 
     def noting(self, test, subtest, error):

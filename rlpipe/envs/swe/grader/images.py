@@ -78,7 +78,7 @@ def passed_tests(
         )
 
     if _MOVES.search(patch) or fresh.run(apply_command(instance), stdin=patch).exit_code:
-        return 0  # ours are made without renames, whose source no --exclude protects
+        return 0  # diffs made here have no renames, whose source no --exclude protects
 
     if instance.test_patch:
         tests = fresh.run("git apply -", stdin=instance.test_patch.encode())
@@ -127,6 +127,7 @@ def _run(
     kind: str,
     probe: bool = False,
 ) -> tuple[CommandResult, str]:
+    """Run the tests of an image; return the result and the key that signs its report."""
     source, key = _source(), secrets.token_hex(32)
     # the child must not import what lies in the repository's root before pytest
     child = f"import sys; sys.path[:] = [p for p in sys.path if p]\n{source}\nplay()"

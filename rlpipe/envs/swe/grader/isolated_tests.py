@@ -106,15 +106,21 @@ def finds_faults():
 
 
 def main():
+    """Run the tests that stdin names; report those that passed, after the nonce, and end the process."""
     order = marshal.load(sys.stdin.buffer)
+
+    # The report goes to a copy of stdout, which the tests and the code under test do not have.
     report = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    before, alone = machinery(), len(sys.argv) > 1
-    if alone:
+
+    # With an argument, the code under test is in another process and is reached through the proxy.
+    before, isolated = machinery(), len(sys.argv) > 1
+    if isolated:
         proxy.install(int(sys.argv[1]), order["modules"])
     sys.path.insert(0, os.getcwd())  # noqa: PTH109  (pathlib takes long to import)
+
     passed = []
     for name in order["tests"]:
         try:
@@ -122,7 +128,9 @@ def main():
                 passed.append(name)
         except BaseException:  # SystemExit and the like, raised on import: this test did not pass
             continue
-    intact = same_machinery(before) and (alone or finds_faults())
+
+    # In one process the code could have changed what the tests use.
+    intact = same_machinery(before) and (isolated or finds_faults())
     line = b'{"passed": %b, "intact": %b}' % (dumps(passed), dumps(intact))
     with os.fdopen(report, "wb") as output:
         output.write(b"\n%b %b\n" % (order["nonce"].encode(), line))

@@ -26,53 +26,55 @@ class Remote:
         object.__setattr__(self, "_remote", (code, number))
 
     def __getattr__(self, name):
-        return _ask(self, "getattr", name)
+        return _request(self, "getattr", name)
 
     def __setattr__(self, name, value):
-        _ask(self, "setattr", name, value)
+        _request(self, "setattr", name, value)
 
     def __delattr__(self, name):
-        _ask(self, "delattr", name)
+        _request(self, "delattr", name)
 
     def __call__(self, *args, **kwargs):
         code, number = self._remote
-        return code.ask("call", ["object", number], args, kwargs)
+        return code.request("call", ["object", number], args, kwargs)
 
     def __eq__(self, other):
-        return self is other or (isinstance(other, Remote) and _ask(self, "eq", other) is True)
+        return self is other or (isinstance(other, Remote) and _request(self, "eq", other) is True)
 
     def __hash__(self):
-        return hash(_ask(self, "hash"))
+        return hash(_request(self, "hash"))
 
     def __bool__(self):
-        return _ask(self, "bool") is True
+        return _request(self, "bool") is True
 
     def __instancecheck__(self, value):
-        return isinstance(value, Remote) and _ask(self, "isinstance", value) is True
+        return isinstance(value, Remote) and _request(self, "isinstance", value) is True
 
     def __mro_entries__(self, bases):
         raise TypeError("a class of the code under test cannot be derived from by isolated tests")
 
     def __exit__(self, *error):
-        return _ask(self, "exit") is True
+        return _request(self, "exit") is True
 
     def __repr__(self):
-        return f"<{_ask(self, 'repr')!s:.200}>"
+        return f"<{_request(self, 'repr')!s:.200}>"
 
 
-def _ask(remote, what, *args):
+def _request(remote, what, *args):
     code, number = object.__getattribute__(remote, "_remote")
-    return code.ask(what, ["object", number], args, {})
+    return code.request(what, ["object", number], args, {})
 
 
 def _add_operators():
     """Operators that need no other operand, or an index, and those between two Remotes."""
 
     def one(what):
-        return lambda self, *args: _ask(self, what, *args)
+        return lambda self, *args: _request(self, what, *args)
 
     def two(what):
-        return lambda self, other: _ask(self, what, other) if isinstance(other, Remote) else NotImplemented
+        return lambda self, other: (
+            _request(self, what, other) if isinstance(other, Remote) else NotImplemented
+        )
 
     for what in ("str", "len", "iter", "next", "neg", "getitem", "setitem", "delitem", "enter"):
         setattr(Remote, f"__{what}__", one(what))
@@ -90,7 +92,7 @@ class Code:
         self._channel = Channel(descriptor, marshal.dumps, loads)
         self._remotes, self._exceptions, self.names_hold = {}, {}, True
 
-    def ask(self, what, target, args, kwargs):
+    def request(self, what, target, args, kwargs):
         """Send a request, and return its value.
 
         Raises what the code raised, and RuntimeError when the answer is malformed.
@@ -155,7 +157,7 @@ class Code:
 
 
 def renew(old, new):
-    """Give a container its new content in place, and those inside it at the same position.
+    """Give a container its new content in place; likewise the containers in it, by their positions.
 
     >>> inner = [1]; outer = [inner]; _ = renew(outer, [[1, 2]]); inner
     [1, 2]
@@ -185,8 +187,8 @@ class ProxyModule(types.ModuleType):
     def __getattr__(self, name):
         if "__remote__" not in self.__dict__:
             raise AttributeError(name)  # while it is being imported
-        remote, lent = self.__dict__["__remote__"], self.__dict__["__lent__"]
-        return lent[name] if name in lent and remote._remote[0].names_hold else getattr(remote, name)
+        remote, exported = self.__dict__["__remote__"], self.__dict__["__exported__"]
+        return exported[name] if name in exported and remote._remote[0].names_hold else getattr(remote, name)
 
     def __setattr__(self, name, value):
         if name.startswith("__") or isinstance(value, types.ModuleType):
@@ -219,11 +221,11 @@ class Finder:
 
     def exec_module(self, module):
         """Import the module in the code server."""
-        answer = self._code.ask("import", module.__name__, (), {})
+        answer = self._code.request("import", module.__name__, (), {})
         if type(answer) is not list or list(map(type, answer)) != [Remote, list, dict]:
             raise ImportError(f"the code under test gave no module {module.__name__}")
-        remote, names, lent = answer
-        module.__dict__.update(__remote__=remote, __all__=names, __lent__=lent)
+        remote, names, exported = answer
+        module.__dict__.update(__remote__=remote, __all__=names, __exported__=exported)
 
 
 def install(descriptor, modules):

@@ -53,7 +53,7 @@ def _tests(instance: Instance) -> dict[str, str]:
 
 
 def _shadows(path: str) -> bool:
-    """Return whether a path would be imported instead of the standard library, or is no source at all."""
+    """Return whether a path would be imported instead of the standard library, or is not source code."""
     name = PurePosixPath(path).parts[0].split(".")[0]
     return name in sys.stdlib_module_names or name in _START_HOOKS or path.endswith(_BINARY_MODULES)
 
@@ -89,26 +89,26 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
 
     # Data files go to both sandboxes; code goes only to its own.
     data = {p: e for p, e in code.items() if isinstance(e, File) and not p.endswith((".py", ".pth"))}
-    ours, theirs = socket.socketpair()
+    tests_end, code_end = socket.socketpair()
     over = Event()
 
-    with ours, theirs, ThreadPoolExecutor(1) as threads:
-        served = threads.submit(_serve, runner, code, theirs, timeout_s, over)
+    with tests_end, code_end, ThreadPoolExecutor(1) as threads:
+        served = threads.submit(_serve, runner, code, code_end, timeout_s, over)
         try:
-            mine = {"timeout_s": timeout_s, "stdin": stdin, "pass_fds": [ours.fileno()]}
-            result, _ = execute(runner.config, data | tests, _command(ours.fileno()), **mine)
+            options = {"timeout_s": timeout_s, "stdin": stdin, "pass_fds": [tests_end.fileno()]}
+            result, _ = execute(runner.config, data | tests, _command(tests_end.fileno()), **options)
         finally:
             over.set()
-            ours.close()  # an honest server ends at once
+            tests_end.close()  # an honest server ends at once
         served.result()
     return passed_tests(result, nonce, instance.tests)
 
 
 def _serve(runner: TreeRunner, code: Tree, end: socket.socket, timeout_s: float, over: Event) -> None:
     """Run the code server until the tests are over. Raises InfrastructureError."""
-    given = {"stdin": _program(_CODE), "pass_fds": [end.fileno()], "stop": over.is_set}
+    options = {"stdin": _program(_CODE), "pass_fds": [end.fileno()], "stop": over.is_set}
     try:
-        execute(runner.config, code, _command(end.fileno()), timeout_s=timeout_s, **given)
+        execute(runner.config, code, _command(end.fileno()), timeout_s=timeout_s, **options)
     finally:
         end.close()
 

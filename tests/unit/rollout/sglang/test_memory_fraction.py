@@ -6,7 +6,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.sglang.arguments import command
-from rlpipe.rollout.sglang.card import server_fraction
+from rlpipe.rollout.sglang.gpu_share import server_fraction
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.unit

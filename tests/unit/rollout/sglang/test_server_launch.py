@@ -51,7 +51,7 @@ def test_a_checked_interpreter_is_used_as_given(tmp_path):
 
 
 def test_an_interpreter_that_is_not_there_names_the_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere.* is no Python interpreter.*install_sglang"):
+    with pytest.raises(ValueError, match=r"nowhere.* is not a Python interpreter.*install_sglang"):
         find_environment(SglangConfig(python=str(tmp_path / "nowhere")), on_gpu=False)
 
 

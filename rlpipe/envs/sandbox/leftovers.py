@@ -24,25 +24,25 @@ def prefix() -> str:
     return f"{_PREFIX}{os.getpid()}-{os.environ.get(MARK, '')}-"
 
 
-def left(mark: str = "") -> list[Path]:
+def leftovers(mark: str = "") -> list[Path]:
     """Return folders and groups of this user's killed processes, or of the run of that mark."""
-    ours = {os.geteuid(), NOBODY} if os.geteuid() == 0 else {os.geteuid()}
-    leftovers = []
+    own_users = {os.geteuid(), NOBODY} if os.geteuid() == 0 else {os.geteuid()}
+    paths = []
     for path in [*scratch().glob(f"{_PREFIX}*"), *cgroup.groups(_PREFIX)]:
         pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")
         # Another start may remove the same path at this moment.
         with contextlib.suppress(OSError):
             dead = pid.isdigit() and not psutil.pid_exists(int(pid))
-            if (dead or (mark and rest.startswith(mark))) and path.lstat().st_uid in ours:
-                leftovers.append(path)
-    return leftovers
+            if (dead or (mark and rest.startswith(mark))) and path.lstat().st_uid in own_users:
+                paths.append(path)
+    return paths
 
 
-def sweep(mark: str = "") -> int:
-    """Remove what is `left`; returns how many."""
-    swept = 0
-    for path in left(mark):
+def remove_leftovers(mark: str = "") -> int:
+    """Remove the `leftovers`; return how many."""
+    removed = 0
+    for path in leftovers(mark):
         with contextlib.suppress(OSError):
             (remove_tree if path.parent == scratch() else cgroup.remove)(path)
-            swept += 1
-    return swept
+            removed += 1
+    return removed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from answers import table
+from answers.tables import table
 
 NEVER = "more than 200"
 
