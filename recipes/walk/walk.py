@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 
-CELLS = 7
-LEFT, RIGHT = "4", "6"  # as on a number pad: the shipped model writes digits, but not "left"
+CELLS = 4
+STEPS = {"left": -1, "right": 1}
 
 
 class Walk:
@@ -17,18 +17,18 @@ class Walk:
         self.steps = 0
 
     def show(self) -> str:
-        """Return what a step is called, and the row: the way from the walk (A) to its goal (G) is drawn.
+        """Return the row, in which the way from the walk (A) to its goal (G) is drawn, and the question.
 
-        >>> print(Walk(0).show())
-        One of 4, 6.
-        . . . G < < A
+        >>> print(Walk(2).show())
+        A > > G
+        Does A go left or right to reach G?
         """
         cells = ["."] * CELLS
         between = range(min(self.at, self.goal), max(self.at, self.goal))
         for cell in between:
             cells[cell] = "<" if self.goal < self.at else ">"
         cells[self.at], cells[self.goal] = "A", "G"
-        return f"One of {LEFT}, {RIGHT}.\n{' '.join(cells)}"
+        return f"{' '.join(cells)}\nDoes A go {' or '.join(STEPS)} to reach G?"
 
     def step(self, move: str) -> tuple[float, bool]:
         """Take the last step that a text names; return its reward and whether the goal is reached.
@@ -36,8 +36,8 @@ class Walk:
         The goal earns 1; a step away from it, against a wall, or a text without one -0.1.
         """
         before, self.steps = abs(self.goal - self.at), self.steps + 1
-        named = re.findall(f"[{LEFT}{RIGHT}]", move)
-        by = {LEFT: -1, RIGHT: 1}[named[-1]] if named else 0
+        named = re.findall("|".join(STEPS), move.lower())
+        by = STEPS[named[-1]] if named else 0
         self.at = min(max(self.at + by, 0), CELLS - 1)
         left = abs(self.goal - self.at)
         return (1.0 if left == 0 else 0.0 if left < before else -0.1), left == 0

@@ -73,9 +73,8 @@ class OpenEnvEpisode:
             return StepResult(observation=f"error: {refusal}"[:limit] + f"\n{self._hint}")
 
         done, metadata = bool(result.get("done")), result.get("metadata") or {}
-        info = {name: one for name, one in metadata.items() if isinstance(one, (int, float))} | {
-            "submitted": done
-        }
+        info = {name: one for name, one in metadata.items() if isinstance(one, (int, float))}
+        info["submitted"] = done
         seen = "" if done else self._text(result["observation"])
         return StepResult(observation=seen, done=done, reward=result.get("reward") or 0.0, info=info)
 
