@@ -685,7 +685,7 @@ def test_a_missing_library_is_named_with_what_installs_it(library, file, tmp_pat
 def test_a_missing_math_verify_is_named_with_what_installs_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"reward=math_verify needs .* pip install 'rlpipe\[rewards\]'"):
+    with pytest.raises(ValueError, match=r"reward=math_verify needs .* pip install math-verify"):
         launch(tmp_path, {}, "math_verify")
 
 
