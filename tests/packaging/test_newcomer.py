@@ -150,7 +150,7 @@ def test_the_page_names_every_ready_reward_with_its_options():
 
 def test_the_page_names_every_model_family(tmp_path):
     page = (ROOT / "docs" / "your_model.md").read_text()
-    (row,) = re.findall(r"^\| `model_type` \| (.*?):", page, flags=re.MULTILINE)
+    (row,) = re.findall(r"^\| `model_type` \| (.*?)\. A launch", page, flags=re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", row)) == set(FAMILIES)
 
 

@@ -171,7 +171,7 @@ REFUSED = {
     "layer ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}, "between 0 and 3"),
     "layer named twice": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}, "each once"),
     "default layers of a small target": ({"eagle_config": {}}, "between 0 and 3"),
-    "another model": ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3"),
+    "another model": ({"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 draft"),
     "another equation": ({"norm_before_fc": True}, "norm_before_fc"),
     "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers"),
     "draft vocabulary": ({"draft_vocab_size": 70}, "draft_vocab_size=70"),

@@ -263,7 +263,7 @@ def test_no_uniform_that_decided_anything_is_used_by_a_later_step(checkpoint, mo
 
 @pytest.mark.parametrize("mode", ["rejection", "block", "target_only"])
 def test_gamma_is_chosen_before_anything_is_drafted(checkpoint, mode, monkeypatch):
-    """In each round: choose, draft that many, judge, and then tell the policy sums alone."""
+    """In each round: choose, draft that many, verify, and then tell the policy sums alone."""
     events = []
 
     class Policy(GammaScript):
@@ -275,18 +275,18 @@ def test_gamma_is_chosen_before_anything_is_drafted(checkpoint, mode, monkeypatc
             assert all(type(n) is int for n in (*drafted, *accepted))
             events.append(("observe", len(drafted)))
 
-    draft, judge = drafting.ChainDrafting.draft, drafting.ChainDrafting.judge
+    draft, verify = drafting.ChainDrafting.draft, drafting.ChainDrafting.verify
 
     def drafted(self, decoding, gamma):
         events.append(("draft", gamma))
         return draft(self, decoding, gamma)
 
-    def judged(self, one, choices):
-        events.append(("judge", one.part.span.width - 1))
-        return judge(self, one, choices)
+    def verified(self, one, choices):
+        events.append(("verify", one.part.span.width - 1))
+        return verify(self, one, choices)
 
     monkeypatch.setattr(drafting.ChainDrafting, "draft", drafted)
-    monkeypatch.setattr(drafting.ChainDrafting, "judge", judged)
+    monkeypatch.setattr(drafting.ChainDrafting, "verify", verified)
     gammas = [2, 3, 0, 1, 0, 0, 2]
     with driven_engine(checkpoint, mode, policy=Policy(*gammas)) as driven:
         events.clear()  # those of the cost measurement
@@ -295,6 +295,6 @@ def test_gamma_is_chosen_before_anything_is_drafted(checkpoint, mode, monkeypatc
             driven.round()
     expected = [("choose", gammas[0])]  # the first round fills the prompt and drafts nothing
     for gamma in gammas[1:]:
-        expected += [("choose", gamma), ("draft", gamma), ("judge", gamma)]
+        expected += [("choose", gamma), ("draft", gamma), ("verify", gamma)]
         expected += [("observe", gamma)] if gamma else []
     assert events == expected
