@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from recipes.runs import rounded_over_seeds
-from recipes.smollm_adapt.policies import Policies, answer
+from recipes.smollm_adapt.policies import Policies, answer, prompts_of
 from recipes.smollm_adapt.rules import contexts
 from recipes.smollm_adapt.texts import OUT_OF_DOMAIN, read
 from recipes.smollm_rl.make_layer import Layer
@@ -136,9 +136,8 @@ def main() -> None:
     tasks = TASKS | {name: UNSCORED[name] for name in OUT_OF_DOMAIN}
     domains, entropies = {}, {}
     for number, (name, task) in enumerate(tasks.items()):
-        answers = answer(
-            policies.before, {name: task}, held_out=True, prompts=args.texts, group=1, seed=number
-        )
+        prompts = prompts_of({name: task}, args.texts, held_out=True, seed=number)
+        answers = answer(policies.before, prompts, seed=1000 * number)
         texts = read(policies.model, [one["sample"] for one in answers])
         measured = [contexts(layer, text, head, policies.table) for text in texts]
         measured = [one for one in measured if len(one["entropy"])]

@@ -245,6 +245,12 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
                 row[f"{held_out}, {rule}"] = one
             for name in ("alpha", "kl", "reverse_kl", "target_above", "draft_above"):
                 row[f"{held_out}, {name}"] = rounded_over_seeds([c[held_out][name] for c in found])
+            if "kl" in cells and arm != "kl":
+                gaps = [
+                    c[held_out]["alpha"] - k[held_out]["alpha"]
+                    for c, k in zip(found, cells["kl"], strict=True)
+                ]
+                row[f"{held_out}, alpha, minus kl"] = rounded_over_seeds(gaps)
             gaps = [c[held_out]["draft_entropy"] - c[held_out]["target_entropy"] for c in found]
             row[f"{held_out}, entropy gap"] = rounded_over_seeds(gaps)
         curves = np.array([c["curve"] for c in found])  # [seeds, steps, depths]

@@ -9,19 +9,20 @@ of training, each prompt answered by a group, and answers to held-out prompts.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from recipes.smollm_adapt.texts import Text, read
 from recipes.smollm_rl.make_layer import DEPTHS
-from recipes.smollm_rl.tasks import TASKS, Task
+from recipes.smollm_rl.tasks import TASKS, Data, Task
 from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.spec import SpecConfig
@@ -31,9 +32,10 @@ from rlpipe.convert.samples import sample_model
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.chat import ChatFormat
 
-PROMPTS, GROUP = 3, 4  # of each task in training, and answers to each of them
+PROMPTS, GROUP = 2, 4  # of each task in training, and answers to each of them
 HELD_OUT = 5  # prompts of each task, once for the results and once for the choice of rates
 TURN = 64  # tokens of an answer at most, those of `sample_model`
+Prompt = tuple[Task, str, Data]
 
 
 @dataclass(slots=True)
@@ -73,46 +75,50 @@ def load_model(path: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
 
-def answer(
-    path: Path, tasks: Mapping[str, Task], *, held_out: bool, prompts: int, group: int, seed: int
-) -> list[dict[str, Any]]:
-    """Sample answers of a checkpoint to prompts of each task, `group` to each.
+def answer(path: Path, prompts: Sequence[Prompt], seed: int) -> list[dict[str, Any]]:
+    """Sample an answer of a checkpoint to each prompt.
 
     Returns those that are long enough to draft for: sample, reward, and the number of the prompt.
     """
     chat = ChatFormat.from_pretrained(path)
-    examples = [
-        (task, *example)
-        for task in tasks.values()
-        for example in task.examples(prompts, held_out=held_out, seed=seed)
-    ]
-    texts = [text for _, text, _ in examples]
+    texts = [text for _, text, _ in prompts]
+    samples = sample_model(path, tokens=TURN * len(texts), seed=seed, prompts=texts)
     answers = []
-    samples = sample_model(path, tokens=TURN * group * len(texts), seed=1000 * seed, prompts=texts)
-    for number, sample in enumerate(samples):
-        task, _, data = examples[number % len(examples)]
+    for number, ((task, _, data), sample) in enumerate(zip(prompts, samples, strict=True)):
         if sample.sampled.sum() > DEPTHS + 1:
             text = chat.decode(sample.ids[sample.sampled].tolist())
-            prompt = number % len(examples)
-            answers.append({"sample": sample, "reward": task.score(data, text), "prompt": prompt})
+            answers.append({"sample": sample, "reward": task.score(data, text), "number": number})
     return answers
+
+
+def prompts_of(tasks: Mapping[str, Task], count: int, *, held_out: bool, seed: int) -> list[Prompt]:
+    """Return `count` prompts of each task, each with its task and the data of its score."""
+    return [
+        (task, text, data)
+        for task in tasks.values()
+        for text, data in task.examples(count, held_out=held_out, seed=seed)
+    ]
 
 
 def make_policy(path: Path, number: int) -> Policy:
     """Let a checkpoint answer, and read its answers; number: which prompts of training."""
+    training = prompts_of(TASKS, PROMPTS, held_out=False, seed=number) * GROUP
+    held_out, sweep = (prompts_of(TASKS, HELD_OUT, held_out=True, seed=seed) for seed in (0, 1))
+    answers = answer(path, [*training, *held_out, *sweep], seed=0)
+
     model = load_model(path)
-    training = answer(path, TASKS, held_out=False, prompts=PROMPTS, group=GROUP, seed=number)
-    held_out = [answer(path, TASKS, held_out=True, prompts=HELD_OUT, group=1, seed=seed) for seed in (0, 1)]
-
-    def texts(answers: list[dict[str, Any]]) -> list[Text]:
-        return read(model, [one["sample"] for one in answers])
-
+    ends = np.cumsum([len(training), len(held_out)])
+    parts: list[list[dict[str, Any]]] = [[], [], []]
+    for one in answers:
+        parts[np.searchsorted(ends, one["number"], side="right")].append(one)
+    texts = [read(model, [one["sample"] for one in part]) for part in parts]
     return Policy(
-        model.get_output_embeddings().weight.detach().clone(),
-        texts(training),
-        [one["reward"] for one in training],
-        [one["prompt"] for one in training],
-        *map(texts, held_out),
+        head=model.get_output_embeddings().weight.detach().clone(),
+        training=texts[0],
+        rewards=[one["reward"] for one in parts[0]],
+        prompts=[one["number"] % (len(training) // GROUP) for one in parts[0]],
+        held_out=texts[1],
+        sweep=texts[2],
     )
 
 
