@@ -244,20 +244,21 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
                         one[f"seeds to decide, minus {other}"] = seeds_to_decide(gaps)
                 row[f"{held_out}, {rule}"] = one
             for name in ("alpha", "kl", "reverse_kl", "target_above", "draft_above"):
-                row[f"{held_out}, {name}"] = rounded_over_seeds([c[held_out][name] for c in found])
-            if "kl" in cells and arm != "kl":
-                gaps = [
-                    c[held_out]["alpha"] - k[held_out]["alpha"]
-                    for c, k in zip(found, cells["kl"], strict=True)
-                ]
-                row[f"{held_out}, alpha, minus kl"] = rounded_over_seeds(gaps)
+                values = [c[held_out][name] for c in found]
+                row[f"{held_out}, {name}"] = rounded_over_seeds(values)
+                if "kl" in cells and arm != "kl":
+                    theirs = [c[held_out][name] for c in cells["kl"]]
+                    gaps = [a - b for a, b in zip(values, theirs, strict=True)]
+                    row[f"{held_out}, {name}, minus kl"] = rounded_over_seeds(gaps)
             gaps = [c[held_out]["draft_entropy"] - c[held_out]["target_entropy"] for c in found]
             row[f"{held_out}, entropy gap"] = rounded_over_seeds(gaps)
         curves = np.array([c["curve"] for c in found])  # [seeds, steps, depths]
         row["acceptance by step and depth"] = curves.mean(0).round(4).tolist()
-        third = max(1, curves.shape[1] // 3)
-        rise = curves[:, -third:].mean(1) - curves[:, :third].mean(1)
-        row["last third minus first, by depth"] = [rounded_over_seeds(depth) for depth in rise.T.tolist()]
+        if "kl" in cells and arm != "kl":
+            # Equal seeds have equal answers at each step, so most of their noise cancels.
+            third = max(1, curves.shape[1] // 3)
+            gaps = (curves - np.array([c["curve"] for c in cells["kl"]]))[:, -third:].mean(1)
+            row["last third minus kl, by depth"] = [rounded_over_seeds(depth) for depth in gaps.T.tolist()]
         table[arm] = row
     return table
 

@@ -29,6 +29,10 @@ def _ends(estimate: Sequence[float]) -> str:
     return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*estimate)
 
 
+def _points(estimate: Sequence[float]) -> str:
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in estimate))
+
+
 def smollm_objectives(r: Any) -> str:
     """Objectives from one start: accepted drafts of a window, and differences from soft KL and e2e TV."""
     rows = []
@@ -48,14 +52,28 @@ def smollm_objectives(r: Any) -> str:
             ]
         )
     head = ["objective", "rate", "accepted of 3", "minus kl", "minus e2e_tv", "out of domain, minus kl"]
-    start, settings = r["start"], r["settings"]
-    correlation = r["correlations"]["in domain"]
+    depths = [
+        [
+            arm,
+            *(_points(row[f"{held_out}, alpha, minus kl"]) for held_out in ("in domain", "out of domain")),
+            *(_points(depth) for depth in row["last third minus kl, by depth"]),
+            f"{row['in domain, entropy gap'][0]:+.2f}",
+        ]
+        for arm, row in by_result
+        if arm != "kl"
+    ]
+    depths_head = ["points minus kl", "first draft, held out", "out of domain"]
+    depths_head += [f"depth {depth}, new texts" for depth in (1, 2, 3)]
+    start, settings, correlation = r["start"], r["settings"], r["correlations"]["in domain"]
     return (
-        f"{table([*head, 'target-only, minus kl'], rows)}\n\nThe start accepts "
+        f"{table([*head, 'target-only, minus kl'], rows)}\n\n"
+        f"{table([*depths_head, 'entropy of draft minus target'], depths)}\n\nThe start accepts "
         f"{start['in domain']['rejection']:.3f} in domain and {start['out of domain']['rejection']:.3f} out "
-        f"of it. {len(settings['seeds'])} seeds, {settings['steps']} steps of {settings['batch']} answers, "
-        f"rates {', '.join(f'{lr:g}' for lr in settings['lrs'])}. Over all {r['correlations']['drafts']} "
-        "drafts, in domain, acceptance of the first draft correlates with the gap of entropies by "
+        f"of it; the draft of kl has {r['table']['kl']['in domain, entropy gap'][0]:.2f} nats more than the "
+        f"target. {len(settings['seeds'])} seeds, {settings['steps']} steps of {settings['batch']} answers, "
+        f"rates {', '.join(f'{lr:g}' for lr in settings['lrs'])}. New texts: of the last third of the steps, "
+        f"before the draft learns them. Over all {r['correlations']['drafts']} drafts, in domain, acceptance "
+        "of the first draft correlates with the entropy of draft minus target by "
         f"{correlation['entropy gap']:+.2f}, with KL(target ‖ draft) by "
         f"{correlation['KL(target||draft)']:+.2f}."
     )

@@ -164,7 +164,7 @@ def test_arms_are_compared_seed_by_seed():
             "target_entropy",
         )
         one = {"rejection": value, "target_only": 1.0} | dict.fromkeys(names, value)
-        return {"seconds": 1.0, "curve": [[0.1] * 3, [0.2] * 3, [0.4] * 3]} | dict.fromkeys(
+        return {"seconds": 1.0, "curve": [[0.1] * 3, [0.2] * 3, [value] * 3]} | dict.fromkeys(
             ("in domain", "out of domain"), one
         )
 
@@ -174,4 +174,4 @@ def test_arms_are_compared_seed_by_seed():
     row = table["tv"]["in domain, rejection"]
     assert row["minus kl"] == pytest.approx([0.1, 0.1, 0.1])
     assert row["gain"][0] == pytest.approx(1.1) and row["gain"][1] < 0 < row["gain"][2]
-    assert table["tv"]["last third minus first, by depth"][0] == pytest.approx([0.3, 0.3, 0.3])
+    assert table["tv"]["last third minus kl, by depth"][0] == pytest.approx([0.1, 0.1, 0.1])
