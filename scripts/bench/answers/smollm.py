@@ -9,31 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from answers.tables import table
+from answers.tables import table, with_interval
 
 NEVER = "more than 200"
 
 
 def difference(row: Mapping[str, Any], other: str, unit: str) -> str:
     """Format a difference with its interval, and what would decide it; a dash where there is none."""
-    estimate: Sequence[float] | None = row.get(f"minus {other}")
+    estimate: list[float] | None = row.get(f"minus {other}")
     if estimate is None:
         return "–"
-    text = _ends(estimate)
+    text = with_interval(estimate)
     if estimate[1] <= 0 <= estimate[2]:
         text += f" ({row[f'seeds to decide, minus {other}'] or NEVER} {unit})"
     return text
-
-
-def _ends(estimate: Sequence[float]) -> str:
-    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*estimate)
 
 
 def _points(estimate: Sequence[float]) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in estimate))
 
 
-def smollm_objectives(r: Any) -> str:
+def objectives(r: Any) -> str:
     """Objectives from one start: accepted drafts of a window, and differences from soft KL and e2e TV."""
     rows = []
     by_result = sorted(r["table"].items(), key=lambda item: -item[1]["in domain, rejection"]["mean"][0])
@@ -79,7 +75,7 @@ def smollm_objectives(r: Any) -> str:
     )
 
 
-def smollm_replay(r: Any) -> str:
+def replay(r: Any) -> str:
     """Drafts along RL runs: at the last policy, and the split of the frozen draft's change."""
     rows = []
     for arm, row in r["table"].items():
@@ -99,7 +95,7 @@ def smollm_replay(r: Any) -> str:
     head = ["draft", "rate", "rejection, of 3", "minus frozen", "minus online e2e TV", "target-only, of 3"]
     entropy = [f"{point[0]:.2f}" for point in r["table"]["frozen"]["target_entropy"]["by policy"]]
     split = [
-        [rule, *(_ends(parts[name]) for name in ("slope", "change", "entropy", "mismatch"))]
+        [rule, *(with_interval(parts[name]) for name in ("slope", "change", "entropy", "mismatch"))]
         for rule, parts in r["split"].items()
     ]
     split_head = ["frozen, first draft", "per nat before RL", "change", "of it entropy", "mismatch"]
@@ -114,7 +110,7 @@ def smollm_replay(r: Any) -> str:
     )
 
 
-def smollm_pools(r: Any) -> str:
+def pools(r: Any) -> str:
     """Which answers to train a draft on: accepted drafts against the frozen draft and other pools."""
     rows = []
     for arm, row in r["table"].items():
@@ -138,7 +134,7 @@ def smollm_pools(r: Any) -> str:
     )
 
 
-def smollm_corrections(r: Any) -> str:
+def corrections(r: Any) -> str:
     """What corrections leave of the distance between a stale policy and the last one, exactly."""
     rows = []
     for age, by_rule in r["by age"].items():
@@ -150,7 +146,7 @@ def smollm_corrections(r: Any) -> str:
                     f"{age} updates, KL {by_rule['kl'][0]:.3f}" if name == "none" else "",
                     name,
                     "{:.3f} [{:.3f}, {:.3f}]".format(*row["bias"]),
-                    "–" if name == "OBRS" else _ends(row["bias, minus OBRS"]),
+                    "–" if name == "OBRS" else with_interval(row["bias, minus OBRS"]),
                     f"{row['share'][0]:.3f}",
                     f"{row['masked'][0]:.3f}",
                     f"{row['uneven'][0]:.3f}",
@@ -160,7 +156,7 @@ def smollm_corrections(r: Any) -> str:
     return f"{table(head, rows)}\n\n{r['runs']} RL runs, 95% over runs."
 
 
-def smollm_advice(r: Any) -> str:
+def advice(r: Any) -> str:
     """The share of speed lost by ways of choosing rule and gamma, by batch."""
     ways = ("here", "elsewhere", "default", "never")
     rows = []
