@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
 
     config = compose(["+recipe=swe_rl", f"env.train_file={args.file}", *args.overrides]).env
+    # Only the file is graded: the held-out instances of the recipe cannot be in a container.
+    config.held_out_files = []
     check_environment(config)
     suite = SweSuite(config)
     instances = load_instances(config.train_file, "FILE")

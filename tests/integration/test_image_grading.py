@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.swe_bench.gold import main as grade_gold
+from recipes.swe_bench.make_mirror import make as make_mirror
 from rlpipe.config.env import EnvConfig, SandboxBackend, SandboxConfig
 from rlpipe.envs import make_suite
 from rlpipe.envs.base import InfrastructureError
@@ -84,6 +86,29 @@ exec $P "$@"
 """
 
 
+def make_image(program, root, name, repository):
+    """Import an image with pytest and a repository at /testbed; root: a folder that does not exist yet."""
+    for folder in ("usr", "tmp", "proc", "dev", "sys", "etc", "root", "site"):
+        (root / folder).mkdir(parents=True)
+    for folder in ("bin", "sbin", "lib", "lib64"):
+        if Path(f"/{folder}").is_symlink():
+            (root / folder).symlink_to(f"usr/{folder}")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+
+    packages = Path(pytest.__file__).parents[1]
+    for module in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging"):
+        for folder in (packages / module, *packages.glob(f"{module}-*.dist-info")):
+            shutil.copytree(folder, root / "site" / folder.name)
+    shutil.copy(packages / "py.py", root / "site")
+    shutil.copytree(repository, root / "testbed")
+
+    packed = root.with_suffix(".tar")
+    subprocess.run(["tar", "-C", root, "--owner=0", "--group=0", "-cf", packed, "."], check=True)
+    imported = [program, "import", "--change", "ENV PYTHONPATH=/testbed:/site", packed, name]
+    made = subprocess.run(imported, capture_output=True, text=True, check=False)
+    assert not made.returncode, made.stderr
+
+
 @pytest.fixture(scope="module")
 def docker():
     """A program `docker` on PATH that is podman, and a store of its own with the image."""
@@ -95,29 +120,14 @@ def docker():
     program.parent.mkdir()
     program.write_text(DOCKER.format(podman=podman, at=at))
     program.chmod(0o755)
-    root = at / "root"
-    for folder in ("usr", "tmp", "proc", "dev", "sys", "etc", "root", "site"):
-        (root / folder).mkdir(parents=True)
-    for folder in ("bin", "sbin", "lib", "lib64"):
-        if Path(f"/{folder}").is_symlink():
-            (root / folder).symlink_to(f"usr/{folder}")
-    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
-    packages = Path(pytest.__file__).parents[1]
-    for module in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging"):
-        for folder in (packages / module, *packages.glob(f"{module}-*.dist-info")):
-            shutil.copytree(folder, root / "site" / folder.name)
-    shutil.copy(packages / "py.py", root / "site")
+    repository = at / "repository"
     for path, text in REPOSITORY.items():
-        (root / "testbed" / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / "testbed" / path).write_text(text)
-    git = ["git", "-C", str(root / "testbed"), "-c", "user.name=a", "-c", "user.email=a@b"]
+        (repository / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / path).write_text(text)
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "start"]):
         subprocess.run([*git, *words], check=True)
-    packed = at / "root.tar"
-    subprocess.run(["tar", "-C", root, "--owner=0", "--group=0", "-cf", packed, "."], check=True)
-    imported = [program, "import", "--change", "ENV PYTHONPATH=/testbed:/site", packed, IMAGE]
-    made = subprocess.run(imported, capture_output=True, text=True, check=False)
-    assert not made.returncode, made.stderr
+    make_image(program, at / "root", IMAGE, repository)
     tried = subprocess.run(
         [program, "run", "--rm", IMAGE, "true"], capture_output=True, text=True, check=False
     )
@@ -518,3 +528,22 @@ def test_containers_of_a_killed_run_are_swept_and_those_of_a_living_one_stay(doc
     check_sandbox(SandboxConfig(backend=SandboxBackend.DOCKER))
     after = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert left not in after and living in after
+
+
+def test_twenty_rows_of_swe_bench_are_graded_in_an_image_each(docker, tmp_path, capsys):
+    """By their own patches, and by none, as recipes/swe_bench/gold.py does for a file of the reader's."""
+    rows = [json.loads(line) for line in make_mirror(tmp_path / "mirror").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        at, row["image"] = tmp_path / str(number), f"{IMAGE}:{number}"
+        mirror = tmp_path / "mirror/repos" / f"{row['repo']}.git"
+        subprocess.run(["git", "clone", "-q", mirror, at], check=True)
+        subprocess.run(["git", "-C", at, "checkout", "-q", row["base_commit"]], check=True)
+        make_image(docker, tmp_path / f"{number}.root", row["image"], at)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    capsys.readouterr()
+    settings = ["env.sandbox.backend=docker", "env.test_command='python3 {runner}'", "env.test_timeout_s=300"]
+    status = grade_gold([str(tmp_path / "rows.jsonl"), *settings])
+    printed = capsys.readouterr().out
+    last = "20 of 20 gold patches resolve, 0 of 20 empty ones (docker)"
+    assert printed.splitlines()[-1] == last and status == 0  # mini-swe-agent prints what it starts
