@@ -95,7 +95,11 @@ def replay(r: Any) -> str:
     head = ["draft", "rate", "rejection, of 3", "minus frozen", "minus online e2e TV", "target-only, of 3"]
     entropy = [f"{point[0]:.2f}" for point in r["table"]["frozen"]["target_entropy"]["by policy"]]
     split = [
-        [rule, *(with_interval(parts[name]) for name in ("slope", "change", "entropy", "mismatch"))]
+        [
+            rule,
+            f"{parts['slope'][0]:+.3f}",
+            *(with_interval(parts[name]) for name in ("change", "entropy", "mismatch")),
+        ]
         for rule, parts in r["split"].items()
     ]
     split_head = ["frozen, first draft", "per nat before RL", "change", "of it entropy", "mismatch"]
