@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/smollm_rl"), help="has seed_0, seed_1, ...")
     parser.add_argument("--out", type=Path, default=Path("recipes/smollm_adapt/results"))
     parser.add_argument("--kept", type=Path, default=Path("runs/smollm_policies"), help="policies, cells")
-    parser.add_argument("--lrs", nargs="+", type=float, default=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--lrs", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4, 1e-3])
     parser.add_argument("--steps", type=int, default=12, help="of a draft at each policy")
     parser.add_argument("--batch", type=int, default=8, help="texts of a step")
     args = parser.parse_args()
