@@ -13,6 +13,7 @@ instead of p, the measure
     none             a = 1,               w = 1
     coin only        a = Z,               w = 1                          a control: as many tokens are masked
     TIS              a = 1,               w = min(p / q, 2)
+    TIS, bound 3     a = 1,               w = min(p / q, 3)              a control: the bound of OBRS
     masking only     a = min(1, p / q),   w = 1
     reweighting only a = 1,               w = min(Z max(1, p / q), 3)
     OBRS             a = min(1, p / q),   w = min(Z max(1, p / q), 3)    Jackpot Eq. 3, 5; Z = sum min(p, q)
@@ -53,6 +54,7 @@ def corrections(log_p: Tensor, log_q: Tensor) -> dict[str, tuple[Tensor, Tensor]
         "none": (one, one),
         "coin only": (z.expand_as(log_p), one),
         "TIS": (one, (log_p - log_q).exp().clamp(max=TIS)),
+        f"TIS, bound {C1:g}": (one, (log_p - log_q).exp().clamp(max=C1)),
         "masking only": (accept, one),
         "reweighting only": (one, weight),
         "OBRS": (accept, weight),

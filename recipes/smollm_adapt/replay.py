@@ -111,9 +111,10 @@ def summary(cells: dict[str, list[list[dict[str, float]]]]) -> dict[str, Any]:
             }
             for other in BASELINES:
                 if other in cells and other != arm:
-                    gaps = values[:, -1] - np.array([run[-1][figure] for run in cells[other]])
-                    row[f"minus {other}"] = rounded_over_seeds(gaps)
-                    row[f"seeds to decide, minus {other}"] = seeds_to_decide(gaps.tolist())
+                    gaps = values - np.array([[point[figure] for point in run] for run in cells[other]])
+                    row[f"minus {other}"] = rounded_over_seeds(gaps[:, -1])
+                    row[f"seeds to decide, minus {other}"] = seeds_to_decide(gaps[:, -1].tolist())
+                    row[f"minus {other}, half way"] = rounded_over_seeds(gaps[:, len(PARTS) // 2])
             table[arm][figure] = row
     return table
 

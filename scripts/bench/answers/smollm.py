@@ -76,10 +76,10 @@ def objectives(r: Any) -> str:
 
 
 def replay(r: Any) -> str:
-    """Drafts along RL runs: at the last policy, and the split of the frozen draft's change."""
-    rows = []
+    """Drafts along RL runs: at the last policy, half way, and the split of the frozen draft's change."""
+    rows, first = [], []
     for arm, row in r["table"].items():
-        rejection, target_only = row["rejection"], row["target_only"]
+        rejection, target_only, alpha = row["rejection"], row["target_only"], row["alpha"]
         rate = r["rates"].get(arm)
         rows.append(
             [
@@ -92,7 +92,16 @@ def replay(r: Any) -> str:
                 difference(target_only, "frozen", "runs"),
             ]
         )
+        if arm != "frozen":
+            half = rejection["minus frozen, half way"]
+            others = [alpha["minus frozen"], alpha.get("minus online e2e TV")]
+            points = ["–" if gap is None else _points(gap) for gap in others]
+            first.append(
+                [arm, with_interval(half), *points, with_interval(row["draft_entropy"]["minus frozen"])]
+            )
     head = ["draft", "rate", "rejection, of 3", "minus frozen", "minus online e2e TV", "target-only, of 3"]
+    first_head = ["draft", "of 3, half way, minus frozen", "first draft, points minus frozen"]
+    first_head += ["first draft, points minus online e2e TV", "entropy of the draft, minus frozen"]
     entropy = [f"{point[0]:.2f}" for point in r["table"]["frozen"]["target_entropy"]["by policy"]]
     split = [
         [
@@ -108,7 +117,8 @@ def replay(r: Any) -> str:
         for arm, rate in r["rates"].items()
     ]
     return (
-        f"{table([*head, 'minus frozen'], rows)}\n\n{table(split_head, split)}\n\n{r['runs']} RL runs; the "
+        f"{table([*head, 'minus frozen'], rows)}\n\n{table(first_head, first)}\n\n"
+        f"{table(split_head, split)}\n\n{r['runs']} RL runs; the "
         f"policy's entropy before, half way and after is {', '.join(entropy)} nats. Accepted at the end by "
         f"rate, on the sweep's answers: {'; '.join(sweeps)}."
     )
