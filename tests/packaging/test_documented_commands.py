@@ -63,6 +63,7 @@ NOT_RUN = {
     "python -m recipes.ppow.windows": "a minute; test_ppow_windows runs its parts",
     "python -m recipes.mtp_adapt.throughput": "reads results; test_throughput_pairs repeats it",
     "python -m recipes.mtp_adapt.worlds": "a minute; test_draft_worlds runs its parts",
+    "python -m recipes.jackpot.smollm": "reads a study; test_smollm_corrections computes it by hand",
     "python -m recipes.jackpot.worlds": "two minutes; test_jackpot_worlds runs arms of it",
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
     "scripts/doctor": "judges this machine; test_scripts plays it",
