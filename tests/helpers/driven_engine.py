@@ -118,7 +118,7 @@ class DrivenEngine:
 class Recorded:
     """What a drafting drafted and was given to verify, step by step.
 
-    steps: (ids of the decoding rows, drafts, Drafted, what the target samples from, Emitted).
+    steps: (ids of the decoding rows, drafts, Drafted, what the target samples from, Verified).
     """
 
     def __init__(self, driven: DrivenEngine) -> None:

@@ -102,14 +102,14 @@ class Decoder:
         tokens, accepted, drafts = [], None, None
         if drafted:
             choices_after = choices[:nodes].unflatten(0, (decoding, -1))
-            emitted = self._drafting.verify(drafted, choices_after)
-            accepted, parts[0] = emitted.accepted, emitted.part
-            tokens.append(emitted.tokens.flatten())
+            verified = self._drafting.verify(drafted, choices_after)
+            accepted, parts[0] = verified.accepted, verified.part
+            tokens.append(verified.tokens.flatten())
 
             # Of a tree, only the states of the accepted path remain.
-            if emitted.nodes is not None:
+            if verified.nodes is not None:
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
-                path, rest = (emitted.nodes + first).flatten(), slice(nodes, None)
+                path, rest = (verified.nodes + first).flatten(), slice(nodes, None)
                 inputs, log_p, probs = (torch.cat((x[path], x[rest])) for x in (inputs, log_p, probs))
                 routes = None if routes is None else torch.cat((routes[path], routes[rest]))
 

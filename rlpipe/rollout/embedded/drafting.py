@@ -76,7 +76,7 @@ class Drafted:
 
 
 @dataclass(slots=True)
-class Emitted:
+class Verified:
     """Verified tokens that a step emits for the decoding rows.
 
     tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the
@@ -99,7 +99,7 @@ class Drafting(Protocol):
         """Draft `gamma` tokens deep."""
         ...
 
-    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Emitted:
+    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
         """Verify the drafts; choices: [A, nodes + 1, V], the target's distribution after each node."""
         ...
 
@@ -185,21 +185,21 @@ class ChainDrafting(_RowDrafting):
         q = self._over_vocabulary(torch.stack(probs, 1)) if probs else None
         return Drafted(part, uniforms, q, list(range(gamma)))
 
-    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Emitted:
+    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
         """Verify the drafts by the rule of the mode; choices: [A, gamma + 1, V]."""
         part, uniforms = drafted.part, drafted.uniforms
         drafts, gamma = part.tokens[:, 1:], part.span.width - 1
 
         if not gamma:
             token = sample_cdf(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
-            return Emitted(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
+            return Verified(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
 
         verdict = self._verify(
             drafts, drafted.probs, choices, uniforms[:, :gamma, Stream.COIN], uniforms[:, 0, Stream.RESIDUAL]
         )
         accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
         tokens = torch.cat((drafts, next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
-        return Emitted(tokens, accepted, verdict.accept_prob, part)
+        return Verified(tokens, accepted, verdict.accept_prob, part)
 
     def _verify(
         self,
@@ -314,7 +314,7 @@ class TreeDrafting(_RowDrafting):
         leaves = probs[0].new_zeros(len(probs[0]), len(self._levels[-1]), probs[0].shape[-1])
         return self._over_vocabulary(torch.cat([*probs, leaves], 1))
 
-    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Emitted:
+    def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
         """Verify the tree, and move the keys of the accepted path to the root's; choices: [A, N + 1, V]."""
         tree, part = self._tree, drafted.part
         verdict = self._verify(drafted, choices)
@@ -332,7 +332,7 @@ class TreeDrafting(_RowDrafting):
         emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
 
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
-        return Emitted(tokens, accepted, probs, emitted, nodes)
+        return Verified(tokens, accepted, probs, emitted, nodes)
 
     def _verify(self, drafted: Drafted, choices: torch.Tensor) -> TreeVerdict:
         """Verify the tree of every row, greedily if all rows are greedy."""
