@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from recipes.runs import kept, rounded_over_seeds, seeds_to_decide
-from recipes.smollm_adapt.objectives import Drafts, batches, train
+from recipes.smollm_adapt.objectives import Drafts, batches, draw_gains, train
 from recipes.smollm_adapt.policies import Policies, Policy
 from recipes.smollm_adapt.texts import Text
 
@@ -85,26 +85,13 @@ def summary(cells: dict[str, list[dict[str, Any]]], online: dict[str, list[float
 
 def draw(results: dict[str, Any], file: Path) -> None:
     """Draw each arm's gain on the frozen draft, with its interval."""
-    from matplotlib.figure import Figure
-
-    from rlpipe.report.png import PALETTE, TEXT
-
-    figure, table = Figure(figsize=(7.2, 3.4), layout="constrained"), results["table"]
-    axis, arms = figure.subplots(), [arm for arm in reversed(table) if arm != "frozen"]
-    for offset, rule, colour in ((0.12, "rejection", PALETTE[0]), (-0.12, "target_only", PALETTE[1])):
-        for number, arm in enumerate(arms):
-            value, low, high = table[arm][rule]["minus frozen"]
-            label = rule.replace("_", "-") if number == 0 else None
-            error = [[value - low], [high - value]]
-            where = number + offset
-            axis.errorbar(value, where, xerr=error, fmt="o", ms=4, capsize=2, color=colour, label=label)
-    axis.set_yticks(range(len(arms)), arms)
-    axis.set_xlabel("more drafts accepted of 3 than by the frozen draft (95% over runs)", color=TEXT)
-    axis.axvline(0, color="0.6", lw=0.8)
-    axis.grid(alpha=0.25)
-    axis.legend(frameon=False)
-    axis.spines[["top", "right"]].set_visible(b=False)
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    table = results["table"]
+    arms = [arm for arm in reversed(table) if arm != "frozen"]
+    gains = {
+        rule.replace("_", "-"): [table[arm][rule]["minus frozen"] for arm in arms]
+        for rule in ("rejection", "target_only")
+    }
+    draw_gains(arms, gains, "more drafts accepted of 3 than by the frozen draft (95% over runs)", file)
 
 
 def main() -> None:
