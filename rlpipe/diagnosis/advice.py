@@ -2,18 +2,21 @@
 
 Owns the rules; each is a function of the run's setup and of records that returns a sentence with the figure
 and the setting, or None. Flow: the controller passes every record to `Advisor.see`, which raises an `advice`
-event when a rule begins to hold; the report calls `advise` on a finished run.
+event when a rule begins to hold; the report calls `advise_run`, which also reads the recorded rollouts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from rlpipe.config.run import Config
+from rlpipe.diagnosis.breakdown import lookups
+from rlpipe.metrics.rollouts import read_rollouts
+from rlpipe.metrics.runs import RunData
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -28,8 +31,8 @@ LOOKUP_HINT = "a lookup learns nothing, so use a draft that does (docs/drafters.
 class Setup:
     """The settings that the rules read.
 
-    mode, gamma, adaptive: of `spec`.
-    depths: of `draft`.
+    mode, gamma, adaptive, suffix: of `spec`.
+    depths, objective: of `draft`.
     mtp: drafts come from the checkpoint's MTP layer.
     lookup: drafts are looked up, and nothing can be trained.
     online: the draft is trained during the run.
@@ -43,7 +46,9 @@ class Setup:
     mode: str
     gamma: int
     adaptive: bool
+    suffix: int
     depths: int
+    objective: str
     mtp: bool
     lookup: bool
     online: bool
@@ -69,7 +74,9 @@ class Setup:
             mode=str(config["spec"]["mode"]),
             gamma=config["spec"]["gamma"],
             adaptive=config["spec"]["adaptive"],
+            suffix=config["spec"]["suffix"],
             depths=config["draft"]["depths"],
+            objective=str(config["draft"]["objective"]),
             mtp=str(config["spec"]["drafter"]) == "mtp",
             lookup=str(config["spec"]["drafter"]) == "suffix",
             online=str(config["draft"]["train"])
@@ -90,6 +97,14 @@ def advise(setup: Setup, records: Records) -> dict[str, str]:
     """Return the sentence of every rule that holds at the end of these records, by the rule's name."""
     sentences = {name: rule(setup, records) for name, rule in RULES.items()}
     return {name: text for name, text in sentences.items() if text}
+
+
+def advise_run(run: RunData) -> dict[str, str]:
+    """Return the sentence of every rule that holds at the end of a run, by the rule's name."""
+    setup = Setup.from_settings(run.settings)
+    sentences = advise(setup, run.records)
+    drafter = better_drafter(setup, read_rollouts(run.path, last=RECENT))
+    return sentences | ({"better_drafter": drafter} if drafter else {})
 
 
 class Advisor:
@@ -201,6 +216,45 @@ def _with_depths(setup: Setup, gamma: int) -> str:
     if not setup.mtp or setup.depths == gamma:
         return ""
     return f" and draft.depths={gamma}" + ("" if setup.online else " (where the draft is trained)")
+
+
+def better_drafter(setup: Setup, rollouts: Iterable[Mapping[str, Any]]) -> str | None:
+    """Compare the run's drafts with lookups of as many tokens at the same verify steps, by tokens per cost.
+
+    A lookup needs no draft pass, so it wins where (1 + drafts looked up) (1 + draft_cost gamma) exceeds
+    1 + accepted drafts, beyond chance.
+    """
+    if not setup.mtp or setup.mode not in ("rejection", "target_only", "block"):
+        return None
+    cost = 1 + setup.draft_cost * setup.gamma
+    if (found := lookups(rollouts, setup.gamma, longest=setup.suffix, cost=cost)) is None:
+        return None
+
+    gain = cost * found["lookup"].value / found["drafts"].value - 1
+    if gain < MARGIN or found["difference"].low <= 0:
+        return None
+    return (
+        f"lookups would draft better than the MTP layer: {found['lookup'].value:.2f} tokens per verify step "
+        f"instead of {found['drafts'].value:.2f}, without draft passes, {gain:.0%} faster if a draft costs "
+        f"{setup.draft_cost:g} decode steps: set spec.drafter=suffix"
+    )
+
+
+def better_objective(setup: Setup, records: Records) -> str | None:
+    """Advise end-to-end TV instead of learning from sampled tokens, where rejection or block verifies.
+
+    Every study here has end-to-end TV above hard CE: recipes/smollm_adapt/study.md, recipes/mtp_adapt.
+    """
+    rate = _mean(records, "spec/acceptance_rate")
+    if not setup.online or setup.objective != "hard_ce" or setup.mode not in ("rejection", "block"):
+        return None
+    if rate is None or len(records) < RECENT:
+        return None
+    return (
+        f"the draft learns from sampled tokens (draft.objective=hard_ce) and {rate:.0%} of its tokens are "
+        "accepted; end-to-end total variation, whose teacher is the target's distribution, had more accepted "
+        "in every study: set draft.objective=e2e_tv"
+    )
 
 
 def stale_draft(setup: Setup, records: Records) -> str | None:
@@ -340,6 +394,7 @@ def cut_answers(setup: Setup, records: Records) -> str | None:
 RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "better_rule": better_rule,
     "better_gamma": better_gamma,
+    "better_objective": better_objective,
     "stale_draft": stale_draft,
     "stale_engine": stale_engine,
     "untrained_layer": untrained_layer,

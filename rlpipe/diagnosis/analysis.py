@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.diagnosis.acceptance_split import of_run
-from rlpipe.diagnosis.advice import Setup, advise
+from rlpipe.diagnosis.advice import Setup, advise_run
 from rlpipe.diagnosis.breakdown import (
     acceptance_by,
     boundary,
@@ -69,7 +69,7 @@ def analyse(run: RunData) -> dict[str, Any]:
             f"{rule}/{'overall' if depth is None else f'depth {depth}'}": _parts(changes[-1])
             for (rule, depth), changes in decompose_fixed(run).items()
         },
-        "advice": advise(setup, run.records),
+        "advice": advise_run(run),
     }
 
 

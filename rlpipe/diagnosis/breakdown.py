@@ -3,7 +3,7 @@
 Owns the breakdowns; docs/run_directory.md has what is recorded, and in which form. Flow:
 
     rollouts/step_N.jsonl -> `verified_in` (an entry per verified draft token) -> `acceptance_by`
-                          -> `lengths` (predicted against observed)
+                          -> `lengths` (predicted against observed), `lookups` (another drafter)
     probe/step_N.jsonl    -> `boundary` (rejection against target-only, Bebop Fig. 13)
     metrics.jsonl         -> `distributions` (Fig. 10, 11), `speedups`, `entropy_slope` (Fig. 8)
 
@@ -27,6 +27,7 @@ from rlpipe.diagnosis.regression import clustered_error, robust_slope
 from rlpipe.diagnosis.token_class import sampled_spans, token_classes
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Estimate, cr1_error
+from rlpipe.spec.suffix import continue_suffix
 
 BUCKET_TOKENS = 32  # sampled tokens of a bin of positions
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0)  # nat; the last bin is open
@@ -202,6 +203,47 @@ def _ratio(totals: np.ndarray, weights: np.ndarray, offset: float = 0.0) -> Esti
     terms = (totals - value * weights) / weights.sum()
     se = cr1_error(float(terms @ terms), len(terms))
     return Estimate(value=value + offset, se=se, df=len(terms) - 1)
+
+
+def lookups(
+    records: Iterable[Mapping[str, Any]], gamma: int, *, longest: int, cost: float = 1.0
+) -> dict[str, Estimate] | None:
+    """Compare a run's drafts with lookups of `gamma` tokens at the starts of the same verify steps.
+
+    A lookup is certain of its guess, so the target accepts it exactly where it samples that token: what it
+    sampled since tells how many would have been accepted, under every lossless rule.
+
+    Args:
+        records: of rollouts; those without drafts are skipped.
+        gamma: number of tokens looked up.
+        longest: of the suffix that is looked up, tokens.
+        cost: of a step with the run's drafts, in steps with lookups.
+    Returns:
+        Tokens per verify step with each, `lookup` and `drafts`, and the difference, cost lookup - drafts
+        (errors are clustered by trajectory); None below two trajectories with drafts.
+    """
+    found, accepted, steps = [], [], []
+    for record in records:
+        if not (drafts := record.get("drafts")):
+            continue
+        tokens, counts = np.array(record["tokens"]), []
+        ends = {index: end for start, end in sampled_spans(record) for index in range(start, end)}
+        for position, *_ in drafts:
+            wanted = tokens[position : min(position + gamma, ends.get(position, position))]
+            guess = continue_suffix(tokens[:position], longest, gamma)[: len(wanted)]
+            counts.append(int(np.cumprod(guess == wanted).sum()))
+        found.append(sum(counts))
+        accepted.append(sum(n for _, n, *_ in drafts))
+        steps.append(len(drafts))
+    if len(steps) < 2:
+        return None
+
+    weights, looked_up, kept = (np.array(x, dtype=float) for x in (steps, found, accepted))
+    return {
+        "lookup": _ratio(looked_up, weights, offset=1.0),
+        "drafts": _ratio(kept, weights, offset=1.0),
+        "difference": _ratio(cost * (weights + looked_up) - (weights + kept), weights),
+    }
 
 
 def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from html import escape
 from statistics import median
 
 from rlpipe.diagnosis.acceptance_split import MIN_WINDOW, early_steps
-from rlpipe.diagnosis.advice import Setup, advise
+from rlpipe.diagnosis.advice import advise_run
 from rlpipe.diagnosis.decomposition import RATE
 from rlpipe.diagnosis.explanation import MIN_PROBES, explain_acceptance
 from rlpipe.diagnosis.held_out import HeldOut, held_out_sets, primary_split
@@ -58,7 +58,7 @@ def summarize(run: RunData) -> Summary:
     lines += [("Problem" if f.sure else "Look at", f.text) for f in problems]
 
     # The explanation has a hint for acceptance already; the same advice is not repeated.
-    advice = advise(Setup.from_settings(run.settings), run.records)
+    advice = advise_run(run)
     changes = [f.hint for f in findings if f.hint]
     changes += [text for name, text in advice.items() if name not in EXPLAINED]
     lines += [("What to change", f"{text[0].upper()}{text[1:]}.") for text in changes]

@@ -9,7 +9,9 @@ from rlpipe.diagnosis.advice import (
     Advisor,
     Setup,
     advise,
+    better_drafter,
     better_gamma,
+    better_objective,
     better_rule,
     cut_answers,
     equal_groups,
@@ -114,6 +116,40 @@ def test_more_workers_are_advised_where_busy_engines_bound_the_run(waiting, busy
     assert (text is not None) is said
     if said:  # a third of the wait goes: 8.3 s -> 5.5 s
         assert "rollout.workers=2" in text and "up to 38% more steps" in text
+
+
+@pytest.mark.parametrize(
+    ("period", "spec", "speaks"),
+    [(3, {}, True), (40, {}, False), (3, {"drafter": "suffix"}, False), (3, {"mode": "tree"}, False)],
+)
+def test_lookups_are_advised_where_the_text_repeats(period, spec, speaks):
+    """The layer's drafts are accepted once in two steps; of a text with a period lookups guess all."""
+    record = {
+        "tokens": [i % period for i in range(40)],
+        "policy_versions": [[-1, 4], [0, 36]],
+        "drafts": [[position, position % 2, [], [], []] for position in range(8, 36, 3)],
+    }
+    text = better_drafter(setup(**{"mode": "rejection", "gamma": 2} | spec), [record] * 4)
+    assert (
+        (text is not None and "3.00 tokens per verify step instead of 1.50" in text) if speaks else not text
+    )
+
+
+@pytest.mark.parametrize(
+    ("objective", "mode", "online", "steps", "speaks"),
+    [
+        ("hard_ce", "rejection", True, 10, True),
+        ("hard_ce", "rejection", True, 9, False),
+        ("hard_ce", "target_only", True, 10, False),
+        ("hard_ce", "block", False, 10, False),
+        ("e2e_tv", "rejection", True, 10, False),
+    ],
+)
+def test_sampled_tokens_are_no_teacher_where_rejection_verifies(objective, mode, online, steps, speaks):
+    train = {"train": "online" if online else "off", "objective": objective}
+    settings = from_settings({"spec": {"mode": mode}, "draft": train})
+    text = better_objective(settings, [{"spec/acceptance_rate": 0.4}] * steps)
+    assert ("draft.objective=e2e_tv" in text) if speaks else text is None
 
 
 def test_adaptive_gamma_is_left_alone():

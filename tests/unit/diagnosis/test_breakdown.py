@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlpipe.diagnosis.breakdown import acceptance_by, boundary, lengths, speedups, verified_in
+from rlpipe.diagnosis.breakdown import acceptance_by, boundary, lengths, lookups, speedups, verified_in
 from rlpipe.metrics.rollouts import rollout_record
 from rlpipe.metrics.runs import RunData
 from tests.helpers.recorded_runs import distributions, recorded_trajectory, tables_of, verify
@@ -86,3 +86,23 @@ def test_observed_speed_up_is_against_the_baseline():
     run = RunData(path=None, name="a", records=rows, settings=settings)
     found = speedups(run, 0.1, RunData(path=None, name="b", records=plain))
     assert found["observed"] == 2.0 and found["predicted"] == pytest.approx(3.0 / 1.3)
+
+
+def record_of(tokens, drafts, prompt=3):
+    """A record of one turn; drafts: [position, accepted]."""
+    return {
+        "tokens": tokens,
+        "policy_versions": [[-1, prompt], [0, len(tokens) - prompt]],
+        "drafts": [[position, accepted, [], [], []] for position, accepted in drafts],
+    }
+
+
+def test_lookups_are_accepted_as_far_as_the_target_sampled_what_followed_before():
+    repeats = record_of([7, 8, 9] * 4, [[4, 0], [6, 1], [11, 0]])  # the last turn ends after one token
+    new = record_of(list(range(12)), [[4, 2], [8, 1]])
+    found = lookups([repeats, new, {"drafts": None}], gamma=2, longest=3)
+    assert found["lookup"].value == pytest.approx(1 + (2 + 2 + 1) / 5)
+    assert found["drafts"].value == pytest.approx(1 + (1 + 3) / 5)
+    assert found["difference"].value == pytest.approx((5 - 4) / 5)
+    assert found["lookup"].low < found["lookup"].value  # two trajectories: an interval
+    assert lookups([repeats], gamma=2, longest=3) is None

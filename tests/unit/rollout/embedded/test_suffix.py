@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.config.spec import SpecConfig
-from rlpipe.drafts.kinds.suffix import continue_suffix
 from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_weights
+from rlpipe.spec.suffix import continue_suffix
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.engines import request
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
