@@ -1,14 +1,15 @@
 """What pyproject.toml cannot say: found packages plus folders of shipped files, mapped into the wheel.
 
 `configs`, `data` and `models` stay at the top of a checkout, where people look for them, and land in
-`rlpipe/_data/` of a wheel; `rlpipe.config.paths.shipped` finds them in either place.
+`rlpipe/_data/` of a wheel; `rlpipe.config.paths.shipped` finds them in either place. This wheel has
+only the default model; models/pyproject.toml makes `rlpipe-models`, which adds the others to the same folder.
 """
 
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-SHIPPED = ("configs", "data", "models", "sglang_env")
+SHIPPED = ("configs", "data", "models/tiny", "sglang_env")
 CODE = find_namespace_packages(include=["rlpipe", "rlpipe.*"], exclude=["*.__pycache__"])
 # setuptools wants each folder named as a package, also one that only holds files.
 # A dot cannot stand in such a name: the metadata of SGLang's plugin are files of the folder above them.
@@ -24,6 +25,6 @@ FILES = {
 
 setup(
     packages=CODE + DATA,
-    package_dir={f"rlpipe._data.{top}": top for top in SHIPPED},
+    package_dir={".".join(("rlpipe._data", *Path(top).parts)): top for top in SHIPPED},
     package_data={folder: ["*", "*.dist-info/*"] for folder in DATA} | FILES,
 )

@@ -19,16 +19,18 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def shipped(relative: str) -> Path:
     """Return the absolute path of a file or folder that comes with rlpipe.
 
-    Raises ValueError when neither the wheel nor the checkout has it.
+    The wheel of rlpipe has the default model, the package rlpipe-models the others. Raises ValueError when
+    neither the installation nor the checkout has it.
     """
     places = [_PACKAGE / "_data" / relative, _PACKAGE.parent / relative]
     for place in places:
         if place.exists():
             return place
 
+    remedy = "Install the package rlpipe-models" if relative.startswith("models/") else "Reinstall rlpipe"
     raise ValueError(
-        f"{relative!r} is not shipped with this rlpipe: looked at {', '.join(map(str, places))}. "
-        "Reinstall rlpipe, or give a path of your own."
+        f"{relative!r} is not in this installation of rlpipe: looked at {', '.join(map(str, places))}. "
+        f"{remedy}, or give a path of your own."
     )
 
 

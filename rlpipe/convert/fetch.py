@@ -121,7 +121,10 @@ def add_mtp_layer(directory: Path, release: Release, report: Report) -> None:
 
     layer = shipped_file(release, LAYER_FILE)
     if layer is None:
-        report(f"without an MTP layer: none is shipped for it (`rlpipe graft {release.name} OUT` makes one)")
+        report(
+            "without an MTP layer: none is installed for it (those that exist are in the package "
+            f"rlpipe-models; `rlpipe graft {release.name} OUT` makes one)"
+        )
         return
     add_layer(directory, read_layer(layer))
     if table := shipped_file(release, DRAFT_VOCAB):

@@ -33,9 +33,9 @@ def pip(*arguments, cwd):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy so that the checkout stays clean."""
-    top = tmp_path_factory.mktemp("wheel")
+def wheels(tmp_path_factory):
+    """The wheels of rlpipe and rlpipe-models, built from a copy so that the checkout stays clean."""
+    top = tmp_path_factory.mktemp("wheels")
     source = top / "source"
     source.mkdir()
     for name in SOURCES:
@@ -43,16 +43,15 @@ def wheel(tmp_path_factory):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
-    pip("wheel", "--no-build-isolation", "--wheel-dir", str(top), ".", cwd=source)
-    (built,) = top.glob("*.whl")
-    return built
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(top), ".", "./models", cwd=source)
+    return next(top.glob("rlpipe-*.whl")), next(top.glob("rlpipe_models-*.whl"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """A folder with the wheel's content, as an installation has it."""
+def installed(wheels, tmp_path_factory):
+    """A folder with the content of rlpipe's wheel, as an installation has it."""
     target = tmp_path_factory.mktemp("installed")
-    pip("install", "--target", str(target), str(wheel), cwd=target)
+    pip("install", "--target", str(target), str(wheels[0]), cwd=target)
     return target
 
 
@@ -68,29 +67,49 @@ def rlpipe(installed, cwd, *arguments):
     )
 
 
-def test_wheel_has_every_module_and_every_shipped_file(wheel):
-    inside = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheels_have_every_module_and_every_shipped_file_once(wheels):
+    names = [name for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()]
+    inside = set(names)
+    assert len(names) == len(inside)
+    assert wheels[0].stat().st_size < 13_000_000
     code = (path for path in (ROOT / "rlpipe").rglob("*") if path.is_file() and path.suffix != ".pyc")
     expected = {str(path.relative_to(ROOT)) for path in code}
     for folder in ("configs", "data", "models", "sglang_env"):
         files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")
-        expected |= {f"rlpipe/_data/{path.relative_to(ROOT)}" for path in files}
+        expected |= {
+            f"rlpipe/_data/{path.relative_to(ROOT)}" for path in files if path.parent != ROOT / "models"
+        }
     assert expected <= inside, sorted(expected - inside)
     extra = {name for name in inside - expected if ".dist-info/" not in name}
     assert not extra, sorted(extra)
 
 
-def test_the_installed_package_is_the_one_that_runs(installed, tmp_path):
-    code = "from rlpipe.config.paths import shipped; print(shipped('models/tiny/config.json'))"
+def where(target, relative):
+    """What rlpipe.config.paths.shipped answers in an installation, or its error."""
+    code = f"from rlpipe.config.paths import shipped; print(shipped({relative!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(installed)},
+        cwd=target,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(target)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stdout.strip() == str(installed / "rlpipe/_data/models/tiny/config.json"), done.stderr
+    return (done.stdout + done.stderr).strip()
+
+
+def test_the_installed_package_is_the_one_that_runs(installed):
+    config = "models/tiny/config.json"
+    assert where(installed, config) == str(installed / "rlpipe/_data" / config)
+
+
+def test_a_model_of_the_other_package_is_found_once_that_is_installed(wheels, installed, tmp_path):
+    message = where(installed, "models/tiny_tools")
+    assert "'models/tiny_tools' is not in this installation" in message
+    assert "Install the package rlpipe-models" in message
+    pip("install", "--target", str(tmp_path), *map(str, wheels), cwd=tmp_path)
+    for name in ("tiny", "tiny_tools"):
+        assert where(tmp_path, f"models/{name}") == str(tmp_path / "rlpipe/_data/models" / name)
 
 
 def test_help_works_from_an_unrelated_folder(installed, tmp_path):
