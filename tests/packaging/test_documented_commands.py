@@ -136,14 +136,12 @@ def test_the_tutorial_works_as_written(tutorial: tuple[Path, list[str]]) -> None
     assert "trained" in ledger
     assert "advantage: rloo" in composed
     assert "finished after step 1/1" in own_model
-    (listed,) = re.findall(
-        r"^## A run directory\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S | re.M
-    )
-    names = re.findall(r"^([\w./]+?)/?(?:, ([\w.]+)/)?(?: |$)", listed.replace("step_N", "step_3"), re.M)
-    assert len(names) == 10
-    assert [
-        name for pair in names for name in filter(None, pair) if not (folder / "runs/first" / name).exists()
-    ] == []
+    listed = re.findall(r"```\n(.*?)```", (ROOT / "docs/run_directory.md").read_text(), re.S)[0]
+    listed = re.sub(r"step_(N|0+12)", lambda m: "step_3" if m[1] == "N" else "step_000003", listed)
+    names = re.findall(r"^([\w./]+)", listed.replace("configs/N", "configs/1"), re.M)
+    others = {"dump/", "logs/", "pool/", "tensorboard/", "traceback.txt"}  # of runs with other settings
+    assert len(names) > 15
+    assert [name for name in set(names) - others if not (folder / "runs/first" / name).exists()] == []
 
 
 def test_commands_about_a_run_work_on_the_tutorials_run(tutorial: tuple[Path, list[str]], tmp_path) -> None:
