@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
     """`rlpipe run +recipe=RECIPE`, unless it ended well; returns the directory.
 
-    An interrupted run goes on, or, with afresh, starts again. Raises CalledProcessError.
+    An interrupted run continues or, with afresh, starts again. Raises CalledProcessError.
     """
     events = directory / "events.jsonl"
     if not (events.is_file() and '"outcome": "done"' in events.read_text()):
@@ -31,7 +31,7 @@ def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) ->
 
 
 def records(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All lines of a run's metrics.jsonl, and those of training steps alone."""
+    """All lines of a run's metrics.jsonl, and only those of training steps."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return lines, [line for line in lines if "timing_s/step" in line]
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-# `python -m` searches the current folder first. Behind installed packages its files replace none of them.
+# `python -m` searches the current folder first. After installed packages its files replace none of them.
 if __name__ == "__main__" and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  (nor a pathlib.py there)
     sys.path.append(sys.path.pop(0))
 

@@ -67,7 +67,7 @@ class RunTask(Protocol):
         """Start the processes of the task. give_up: ends the run at once, from any thread, with a message."""
 
     def waits_for(self) -> str:
-        """Return what the task waits for now, in words; called in another thread."""
+        """Return what the task waits for now, as text; called in another thread."""
         ...
 
     def run(self) -> bool:

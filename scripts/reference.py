@@ -69,7 +69,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def choice_texts(cls: type[Choice]) -> dict[str, str]:
-    """Return the comment behind each member of a Choice."""
+    """Return the comment after each member of a Choice."""
     lines = inspect.getsource(cls).splitlines()
     found = (re.match(r'\s+\w+ = "([^"]*)"\s*(?:#\s*(.*))?$', line) for line in lines)
     return {match[1]: match[2] or "" for match in found if match}

@@ -70,7 +70,7 @@ def demonstrate(rng: random.Random, instance: Instance, who: Demonstrator) -> Me
 
 
 def _terms(instance: Instance, values: list[int]) -> list[str]:
-    """The expression with the values that were read; the places of facts are the last numbers."""
+    """The expression with the values that were read; the positions of facts are the last numbers."""
     numbers = range(0, len(instance.terms), 2)
     terms = list(instance.terms)
     for place, value in zip(numbers[len(numbers) - len(values) :], values, strict=True):

@@ -1,6 +1,6 @@
 """What this recipe measures, on all kinds of question and on one: reward, turns and acceptance by step.
 
-Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` beside this file. A finished
+Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` next to this file. A finished
 run is not repeated, an interrupted one is resumed.
 
     python recipes/agent_rl/study.py [--runs runs/agent_rl_study] [--seeds 0] [--steps 40] [key=value ...]

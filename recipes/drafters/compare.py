@@ -11,7 +11,7 @@ interrupted one resumed), then measures every arm with the workloads of scripts/
     DRAFTER/OBJECTIVE+ppow   the first half of these very steps, then as many of PPOW: equal steps
 
 All arms learn from the same own rollouts of the frozen model. Steps are equal, their prices are not: a step
-of PPOW runs the target on its windows besides. Learning rates are given, not searched.
+of PPOW runs the target on its windows as well. Learning rates are given, not searched.
 
 Each arm decodes in a process of its own, and they take turns. Conversations are the clusters of every error,
 and differences are paired by conversation; with one seed they say nothing of other seeds.

@@ -1,4 +1,4 @@
-"""Is an EAGLE-3 draft that trains beside the policy better than one that stays as it was?
+"""Is an EAGLE-3 draft that trains together with the policy better than one that stays as it was?
 
     python recipes/eagle3/rl_study.py [--runs runs/eagle3_rl] [--draft-steps 40] [--seeds 0 1 2]
 
@@ -9,7 +9,7 @@
 
 Both arms draft losslessly, so the policy learns the same from either but for chance. Acceptance by depth is
 counted over the second half of the steps: accepted / reached. The difference is taken within a seed; its
-interval is Student's over seeds. Writes rl_results.json beside this file; finished runs are not repeated.
+interval is Student's over seeds. Writes rl_results.json next to this file; finished runs are not repeated.
 """
 
 from __future__ import annotations

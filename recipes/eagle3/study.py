@@ -7,7 +7,7 @@ in real generation on held-out prompts; finished runs are not repeated. Arms:
 
     eagle3      fused features, a training-time test of --gamma steps
     no_test     one step: deeper drafts start from states that were never trained on
-    top         features of the last layer alone
+    top         only features of the last layer
     small_vocab the 256 most frequent tokens
 
 Writes results.json and table.md: acceptance by depth (given that the depth before was accepted), and its

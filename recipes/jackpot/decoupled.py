@@ -1,7 +1,7 @@
 """A policy trained from a smaller model's rollouts (decoupled actor): OBRS and TIS against on-policy.
 
 Runs what is missing under `--runs`, then writes `decoupled.json` (and `decoupled.svg` where matplotlib is
-installed) beside this file and prints the table. A finished run is not repeated; an unfinished one starts
+installed) next to this file and prints the table. A finished run is not repeated; an unfinished one starts
 again.
 
     python recipes/jackpot/decoupled.py [key=value ...] [--runs runs/jackpot_decoupled] [--seeds 0]

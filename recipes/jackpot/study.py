@@ -2,7 +2,7 @@
 
 Rollouts decode with weights `staleness` optimizer steps old (`injection.stale_steps`), on top of the steps a
 batch makes itself. Runs what is missing under `--runs`, then writes `staleness.json` (and `staleness.svg`
-where matplotlib is installed) beside this file and prints the table. A finished run is not repeated; an
+where matplotlib is installed) next to this file and prints the table. A finished run is not repeated; an
 unfinished one starts again, because a checkpoint holds no old weights.
 
     python recipes/jackpot/study.py [key=value ...] [--runs runs/jackpot_study] [--seeds 0 1 2]

@@ -1,4 +1,4 @@
-"""Does entropy itself lower acceptance? Two interventions beside the two slopes that are read off a run.
+"""Does entropy itself lower acceptance? Two interventions, besides the two slopes of a run.
 
     python recipes/mtp_adapt/interventional.py [--seeds 0 1 2] [--steps 30] [--runs runs/interventional]
 

@@ -14,7 +14,7 @@ one that lacks a held-out set asked for later is measured on it.
 
 Writes results.json and table.md into --runs. Rates are Σ accepted / Σ drafted in percent; seeds are added up
 prompt by prompt, so that the prompt is the cluster of every error; differences are paired by prompt, and
-given for each seed besides, because the errors say nothing of other seeds.
+given for each seed as well, because the errors say nothing of other seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ANCHORS = ["uniform", "visit"]
 MODES = ["rejection", "target_only"]
 BASELINES = ["hard_ce/uniform", "kl/uniform"]
 WARM_SEED, SWEEP_SEED = 1001, 1000  # apart from the seeds of the result
-SELECTION = "swe.held_instances"  # the held-out set that chooses learning rates, unless told otherwise
+SELECTION = "swe.held_instances"  # the held-out set that chooses learning rates, unless set otherwise
 
 
 @dataclass(slots=True, kw_only=True)

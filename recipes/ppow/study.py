@@ -9,11 +9,11 @@ real generation. Arms:
     ppow                          the recipe
     ppow_no_dist, ppow_no_adaw,   without the reward for closeness, without windows chosen by score, without
     ppow_plain                    both (PPOW Table 4)
-    ppow_expected                 the expected reward in place of the verified one
+    ppow_expected                 the expected reward instead of the verified one
     hard_ce, kl, e2e_tv           continued supervised training (PPOW Fig. 3)
 
-All arms train on what the model wrote itself, at every place or in windows drawn from there; a step reads
-the same trajectories. It does not cost the same: ppow runs the backbone on its windows besides.
+All arms train on the model's own texts, at every position or in windows sampled from there; a step reads the
+same trajectories. It does not cost the same: ppow runs the backbone on its windows as well.
 """
 
 from __future__ import annotations

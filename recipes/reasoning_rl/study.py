@@ -2,7 +2,7 @@
 
     python recipes/reasoning_rl/study.py [key=value ...] [--runs runs/reasoning_rl_study] [--seeds 0]
 
-Plays what is missing, then writes results.json and curves.svg beside this file. Validation draws the same
+Runs what is missing, then writes results.json and curves.svg next to this file. Validation draws the same
 tasks for every seed.
 """
 
@@ -49,7 +49,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    """Play, collect, draw."""
+    """Run, collect, draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

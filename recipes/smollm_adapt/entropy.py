@@ -39,7 +39,7 @@ from rlpipe.trainer.megatron import MegatronTrainer
 
 RULES = {"rejection": "rejection", "target_only": "target-only"}  # column of the tables -> name
 BINS = 10  # of equal numbers of contexts
-PANELS = 4  # beside each other
+PANELS = 4  # next to each other
 LEVEL = 0.95
 Z = 1.96
 
@@ -68,7 +68,7 @@ def measure(config: Config, trainer: MegatronTrainer) -> dict[str, Contexts]:
             share_prefixes=trainer.shares_prefixes,
         )
 
-        # Depth 1 alone: deeper ones are reached only by what was accepted.
+        # Depth 1 only: deeper ones are reached only by what was accepted.
         order = {instance_id: number for number, instance_id in enumerate(domain.instance_ids)}
         tables = [
             (order[t.instance_id], table[1])

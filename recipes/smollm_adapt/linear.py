@@ -155,7 +155,7 @@ def arms(train: Sequence[Text], test: Sequence[Text]) -> dict[str, list[Tensor]]
 
 
 class HeldOut:
-    """What the target says at the anchors of held-out texts, once for all drafts.
+    """The outputs of the target at the anchors of held-out texts, once for all drafts.
 
     p: by depth, [N, D], of the tokens that drafts know. p_x: [N, K] log-probabilities of the realised tokens.
     index: [N, K] of these among the known ones, D for others.

@@ -55,7 +55,7 @@ class Policy:
 
 
 def write_between(before: Path, after: Path, part: float, out: Path) -> None:
-    """Write the checkpoint that lies a part of the way from one to another; float32 arithmetic."""
+    """Write the checkpoint at a part of the way from one to another; float32 arithmetic."""
     for file in after.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, out)

@@ -1,4 +1,4 @@
-"""Answers of SmolLM2 with what the frozen model computes for them once, for the studies beside this file.
+"""Answers of SmolLM2 with what the frozen model computes for them once, for the studies next to this file.
 
 In domain are the answers that ship with the model's MTP layer, every 25th of which that layer was not trained
 on. Out of domain are answers sampled here to prompts of kinds that are never trained on (maths, code,

@@ -1,4 +1,4 @@
-"""Makes the MTP layer that is shipped for SmolLM2, from the model's own answers that are shipped beside it.
+"""Makes the MTP layer that is shipped for SmolLM2, from the model's own answers shipped next to it.
 
     rlpipe fetch smollm2
     python -m recipes.smollm_rl.make_layer OUT [--steps 600]

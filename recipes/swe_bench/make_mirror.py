@@ -119,7 +119,7 @@ def instance(work: Path, repo: str, number: int, record: dict[str, Any]) -> dict
     git(work, "commit", "-q", "--allow-empty", "-m", f"state {number}")
     base = git(work, "rev-parse", "HEAD").strip()
 
-    # The patches are what git says of the repair and of the new tests.
+    # The patches are git's diff of the repair and of the new tests.
     (work / "repair.diff").write_text(record["patch"])
     git(work, "apply", "repair.diff")
     (work / "repair.diff").unlink()

@@ -1,4 +1,4 @@
-"""How a warm start went: what its metrics.jsonl says, as a picture.
+"""Draws the metrics.jsonl of a warm start.
 
     python -m recipes.tiny_model.curves RUN [--out curves.svg]
 

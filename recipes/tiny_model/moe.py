@@ -1,6 +1,6 @@
 """A mixture of experts in GLM-4.5's layout, cut from a small dense model; its MTP layer; its files.
 
-Owns shapes, the cut and names; owns no training. Modules are transformers', but for the MTP layer, which
+Owns shapes, the cut and names; owns no training. Modules are transformers', except for the MTP layer, which
 transformers does not read: `final(decoder(eh_proj([enorm(e), hnorm(h)])))`.
 """
 
@@ -29,7 +29,7 @@ FLOAT32 = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")  # read in flo
 
 
 def moe_config(dense: Qwen2Config, shape: MoeShape) -> Glm4MoeConfig:
-    """The mixture's config: the dense model's, whole heads rotated, experts behind its first layer."""
+    """The mixture's config: the dense model's, whole heads rotated, experts after its first layer."""
     return Glm4MoeConfig(
         vocab_size=dense.vocab_size,
         hidden_size=dense.hidden_size,

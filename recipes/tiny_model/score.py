@@ -2,7 +2,7 @@
 
     python -m recipes.tiny_model.score [--model models/tiny] [--instances 128] [--no-card]
 
-Each instance of both held-out sets is played once greedily and 8 times at T = 1; acceptance comes from
+Each instance of both held-out sets is run once greedily and 8 times at T = 1; acceptance comes from
 the sums of the same T = 1 trajectories (rejection, gamma = 3). The card is that of models/tiny; --no-card
 prints the figures alone.
 """
@@ -34,7 +34,7 @@ def solved(trajectories: list[Trajectory], samples: int) -> list[int]:
 
 
 async def score(model: str, instances: int, card: bool) -> None:
-    """Play both sets and, if asked to, write the card into the model's directory."""
+    """Run both sets and, if asked to, write the card into the model's directory."""
     config = Config(env=EnvConfig(name=EnvName.SWE))
     config.model.path = model
     suite, worker = make_suite(config.env, seed=0), RolloutWorker(config)

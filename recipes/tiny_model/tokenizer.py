@@ -6,7 +6,7 @@ tokens and the chat template `<|role|>content<|end|>`.
 
 The saved file splits text as Qwen2 does, because transformers puts that splitter on every tokenizer of a
 `qwen2` checkpoint, whatever the file says. Qwen2's pieces are unions of ours and no merge crosses ours,
-so both splitters give the same tokens (but for contractions such as "it's").
+so both splitters give the same tokens (except for contractions such as "it's").
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _parsed(parse: Any) -> Any:
 
 async def solve(base_url: str, api_key: str, task: dict[str, Any]) -> None:
     """Have the harness work on a task; the model's last turn is the answer."""
-    context = ModelContext(model="policy", client=None)  # the harness needs its name alone
+    context = ModelContext(model="policy", client=None)  # the harness needs only its name
     data = TaskData(prompt=task["prompt"])
     trace = SimpleNamespace(id=task["id"].replace("/", "-"))
     result = await _harness.launch(context, trace, InProcess(), base_url, api_key, {}, data)

@@ -91,7 +91,7 @@ class Placement:
             remove_placement_group(self._groups.pop())
 
     def _reserve(self, bundles: list[Bundle], strategy: str) -> None:
-        """Reserve bundles, or release everything and return those that find no place."""
+        """Reserve bundles, or release everything and return those that do not fit."""
         # By Ray's choice: should a node be lost, Ray then moves its bundles to another.
         group = placement_group(bundles, strategy=strategy)
         if group.wait(_OWN_CHOICE_S):
@@ -136,7 +136,7 @@ class Placement:
 
 
 def plan(bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> list[int | None]:
-    """Return the node of each bundle, None where there is no place for it.
+    """Return the node of each bundle, None where there is no capacity for it.
 
     The largest bundles come first, each onto the node where it leaves least.
 

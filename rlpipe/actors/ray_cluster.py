@@ -234,7 +234,7 @@ class RayCluster(Cluster):
                 members=group.servers,
                 ranks=self._config.rollout.sglang.tp,
                 buckets=group.buckets,
-                result=partial(_answer_of_trainer, "does not tell of its broadcast", sent),
+                result=partial(_answer_of_trainer, "does not report its broadcast", sent),
                 weights=partial(_fetch_weights, root, version, sent),
             )
             for root, group, sent in zip(roots, groups, sending, strict=True)

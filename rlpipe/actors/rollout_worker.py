@@ -231,7 +231,7 @@ class RolloutWorker:
         return values | self._spans.drain()
 
     async def activity(self) -> str:
-        """Return what the collectors are busy with, in words."""
+        """Return what the collectors are busy with, as text."""
         both = [one.activity() for one in dict.fromkeys((self._collector, self._evaluator))]
         return "; ".join(filter(None, both)) or "idle"
 

@@ -115,7 +115,7 @@ class Workers:
         return (call_worker(worker) for worker in self.members if not (serving and worker.relayed))
 
     async def activity(self) -> list[str]:
-        """Return what each worker is busy with, in words; also of one that does not answer."""
+        """Return what each worker is busy with, as text; also of one that does not answer."""
 
         async def activity(worker: Worker) -> str:
             try:

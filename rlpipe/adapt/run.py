@@ -120,7 +120,7 @@ class Adaptation:
         return self.step == config.run.steps
 
     def waits_for(self) -> str:
-        """Return what the task waits for now, in words."""
+        """Return what the task waits for now, as text."""
         if not self._trajectories:
             return "the rollouts to train on"
         return (

@@ -67,7 +67,7 @@ class Features:
     dtype: str = ""
 
     def missing(self) -> list[str]:
-        """Return what it lacks, in words."""
+        """Return what it lacks, as text."""
         words = {
             "ids_in": "takes no token ids",
             "ids_out": "returns no token ids",
@@ -327,7 +327,7 @@ class Server:
 async def _try(
     client: SglangClient, dialect: OpenAI, probe: Prompt, count: int = 1
 ) -> Sequence[Answer] | str:
-    """Return the answers of two tokens, or the refusal in words."""
+    """Return the answers of two tokens, or the text of the refusal."""
     try:
         body = dialect.body(probe, count=count, temperature=1.0, tokens=2)
         return dialect.read(await client.post(dialect.path, body))

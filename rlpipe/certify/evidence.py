@@ -98,7 +98,7 @@ def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Dr
     token = np.concatenate([one.first for one in samples])
     exact, rounded = first.probs(temperature), first.probs(temperature, rounded=True)
 
-    # The rank of each token in its row; a text that no token has goes behind all others.
+    # The rank of each token in its row; a text that no token has goes after all others.
     order = np.argsort(-exact, axis=1, kind="stable")
     rank_of = np.argsort(order, axis=1)
     rank = np.where(token >= 0, rank_of[row, np.maximum(token, 0)], exact.shape[1] - 1)

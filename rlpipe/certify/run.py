@@ -94,7 +94,7 @@ async def collect(
         texts: of tokens, for a server that returns text only.
         own_draft: accepted drafts and verify steps of the checkpoint's own draft: by prompt, [n, 2], from
             prompts, features, answers of each prompt and tokens of each.
-        why_no_draft: in words, where own_draft is None.
+        why_no_draft: as text, where own_draft is None.
         progress: called with the next activity.
 
     Returns:

@@ -100,7 +100,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
             f"--config-dir {given.config_dir!r} is not a folder: name the one that holds recipe/."
         )
 
-    # Words may also name groups of files, such as cluster=inline.
+    # Arguments may also name groups of files, such as cluster=inline.
     folders = [shipped("configs"), *([Path(given.config_dir)] if given.config_dir else [])]
     groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
     for word in given.overrides:

@@ -124,7 +124,7 @@ def _load_file(file: Path, where: str) -> ModuleType:
 
 
 def _search(folder: Path) -> None:
-    """Make the modules of a user's folder importable, behind those that are installed."""
+    """Make the modules of a user's folder importable, after those that are installed."""
     others, path = _user_folders - {str(folder)}, str(folder)
     _user_folders.add(path)
 

@@ -113,7 +113,7 @@ def _pairs(states: States, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def start_layer(model: PreTrainedModel, input_proj: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the MTP layer of a dense model: its last decoder layer behind `input_proj`."""
+    """Return the MTP layer of a dense model: its last decoder layer after `input_proj`."""
     decoder = decoder_of(model)
     one = torch.ones(input_proj.shape[0])
     layer = {

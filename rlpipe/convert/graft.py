@@ -1,4 +1,4 @@
-"""Gives a dense model an MTP layer: its last decoder layer behind a projection fitted by least squares.
+"""Gives a dense model an MTP layer: its last decoder layer after a projection fitted by least squares.
 
 The model's weights and type stay as they are: OUT has its files, `mtp.safetensors`, and a config.json that
 counts the layer. Engines and trainer read it as the family it is; an SGLang server gets it in MiMo's form at

@@ -1,7 +1,7 @@
 """Why acceptance moved, as one statement about the split that the run emitted (`acceptance_split`).
 
-Owns the words and the thresholds; every number in them is one of `acceptance_split/*` at the last step, as in
-the plots. With a probe set the statement is about depth 1, where fixed contexts tell entropy from the draft,
+Owns the wording and the thresholds; every number is one of `acceptance_split/*` at the last step, as in the
+plots. With a probe set the statement is about depth 1, where fixed contexts tell entropy from the draft,
 and a part is a certain cause only where it is clear of 0 whichever slope is right. Without one, the split can
 show that entropy moved at the same time, never that it is the reason. Excursions in between, which a
 difference of the ends does not show, are sentences of their own.

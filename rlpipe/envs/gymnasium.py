@@ -101,7 +101,7 @@ def _make_env(config: EnvConfig) -> Any:
 
     name, kwargs = config.gymnasium.id, config.gymnasium.kwargs
     try:
-        # A class of the user's has a name that Python allows; a registered id has a version.
+        # A user class has a name that Python allows; a registered id has a version.
         if name.rpartition(":")[2].isidentifier() and ":" in name:
             return load_function(name, setting="env.gymnasium.id", takes="**kwargs")(**kwargs)
         return gymnasium.make(name, disable_env_checker=True, **kwargs)

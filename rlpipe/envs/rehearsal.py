@@ -239,7 +239,7 @@ class _Rehearsal:
 
 
 class _Call:
-    """Calls functions of the user's with the place in messages, and awaits those that are `async def`."""
+    """Calls user functions, names the location in messages, and awaits those that are `async def`."""
 
     def __init__(self, where: str, runner: asyncio.Runner) -> None:
         self._where, self._runner, self._location = where, runner, "?"
@@ -278,7 +278,7 @@ def _checked(where: str, location: str, check: Callable[[Any], Any], returned: o
 def _call(
     where: str, runner: Runner | None, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Any, str]:
-    """Return what a function of the user's returns, and the file and line that returned it."""
+    """Return what a user function returns, and the file and line that returned it."""
     location = ["?"]
     coroutine: CodeType | None = None
     is_called = True
@@ -337,7 +337,7 @@ def _unchanged(returned: T) -> T:
 def _in_thread(function: Callable[[], T], where: str, limit_s: float) -> T:
     """Return the result of a function that runs in a thread, or raise its error.
 
-    Says where it is from time to time. Raises ValueError when it has not returned after limit_s (0: none).
+    Reports its position at intervals. Raises ValueError when it has not returned after limit_s (0: none).
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -19,7 +19,7 @@ _CLOSING_S = 2.0  # for coroutines to end after they were cancelled
 
 
 class UserLoop:
-    """Runs awaitables of the user's. thread: starts with the first one, None before."""
+    """Runs awaitables that user code returns. thread: starts with the first one, None before."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None

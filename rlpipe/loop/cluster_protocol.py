@@ -72,7 +72,7 @@ class Cluster(Protocol):
         ...
 
     async def activity(self) -> list[str]:
-        """Return what each rollout worker is busy with now, in words, for a person who waits."""
+        """Return what each rollout worker is busy with now, as text, for a person who waits."""
         ...
 
     async def close(self) -> None:

@@ -56,7 +56,7 @@ from rlpipe.types import CONTINUES, Group, Prompt, RunStopped
 
 T = TypeVar("T")
 
-# Span of the controller -> what it waits for, in words.
+# Span of the controller -> what it waits for, as text.
 _WAITS = {
     "wait": "groups to train on",
     "probe": "the probe of the draft",
@@ -207,7 +207,7 @@ class Controller:
         self._stop.set()
 
     async def waits_for(self) -> str:
-        """Return what the run waits for now, in words."""
+        """Return what the run waits for now, as text."""
         work = self._lane.work
         by_workers = await self.cluster.activity() if work in ("wait", "validate") else []
         return "; ".join([_WAITS.get(work, "a checkpoint, or the loop to begin"), *by_workers])

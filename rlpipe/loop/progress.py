@@ -1,4 +1,4 @@
-"""Says what a run waits for when nothing has happened for a while.
+"""Reports what a run waits for when nothing has happened for a while.
 
 A thread of its own, because the main thread may wait as well: for engines that start, or for Ray. It looks at
 the bus, on which every step, group and event counts as progress.
@@ -17,7 +17,7 @@ from rlpipe.metrics.bus import MetricsBus
 def progress_watched(bus: MetricsBus, waits_for: Callable[[], str], quiet_s: float) -> Iterator[None]:
     """Report `waiting` events during the block.
 
-    waits_for: returns what the run waits for now, in words; called in another thread. quiet_s: seconds
+    waits_for: returns what the run waits for now, as text; called in another thread. quiet_s: seconds
     without progress before the first event (0: none); the next come after twice as long, four times, ...
     """
     if not quiet_s:

@@ -86,7 +86,7 @@ class SpanLog:
             at = now()
             if what in self._open:
                 self._open[what] += 1
-                # Overlapping spans count once: from the begin of the first to the end of the last.
+                # Overlapping spans count once: from the beginning of the first to the end of the last.
                 if self._open[what] == 1:
                     self._since[what] = at
             return at

@@ -59,7 +59,7 @@ def _passes_weights(config: Config) -> bool:
 
 
 def _records(config: Config) -> dict[str, int]:
-    """Return the bytes of recorded experts: of a step that is trained on, and of groups that wait."""
+    """Return the bytes of the experts recorded for the step in training and for groups that wait."""
     arch, pipeline = read_architecture(read_config(resolve_model(config.rollout_model))), config.pipeline
     group = pipeline.group_size * config.rollout.max_context * route_bytes(arch)
     waiting = group * pipeline.groups_ahead * (1 + pipeline.max_staleness)
@@ -116,7 +116,7 @@ def check_store(config: Config, driver: int, others: int | None = None) -> None:
 
 
 def _too_large_weights(config: Config, weights: int, capacity: int, where: str) -> str:
-    """Return the begin of an error: the size of a version, and the transfer that needs no store, if any."""
+    """Return the start of a message: the size of a version, and a transfer that needs no store, if any."""
     message = (
         f"one version of the weights takes {weights / GIB:.1f} GiB of Ray's object store on {where} node, "
         f"which has {capacity / GIB:.1f}"

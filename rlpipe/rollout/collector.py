@@ -256,7 +256,7 @@ class Collector:
             ended.set_result(None)
 
     def activity(self) -> str:
-        """Return what the trajectories wait for, in words; "" when none runs."""
+        """Return what the trajectories wait for, as text; "" when none runs."""
         waits = [f"{self._turns.running} turns generate"] if self._turns.running else []
         if waiting := self._kv_budget.waiting:
             waits.append(f"{waiting} attempts wait until the engine can store their keys and values")

@@ -23,7 +23,7 @@ class EngineStats:
     busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
     decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
         plain_seconds: their tokens without drafts, by those costs; predicted_seconds: the policy's estimate.
-    kv_rows: conversations that it stores at any length. kv_tokens: of those that it stores beside them; 0 is
+    kv_rows: conversations that it stores at any length. kv_tokens: of those that it stores in addition; 0 is
         unknown.
     costs: measured seconds of a decode step by (batch, gamma), of engines that measure them.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.

@@ -187,7 +187,7 @@ class _Coroutine:
         self.work, self.since = name, time.monotonic()
 
     def place(self) -> str:
-        """Return "file:line" of the user's code that it waits in, or that keeps its loop from going on."""
+        """Return "file:line" of the user's code that it waits in, or that keeps its loop from continuing."""
         return line_of_coroutine(self._coroutine, self._loop.thread)
 
 

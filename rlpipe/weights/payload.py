@@ -18,7 +18,7 @@ import torch
 class WeightPayload:
     """Full HF-named weights of one policy version.
 
-    version: optimizer steps behind them. index: name -> (dtype, shape, first byte).
+    version: optimizer steps that made them. index: name -> (dtype, shape, first byte).
     buffer: [num_bytes] uint8, shared zero-copy by the object store.
     policy: the weights to validate, where a decoupled actor generates and a validation follows.
     """

@@ -114,7 +114,7 @@ class Root:
 
     host: an address of this machine that the others reach. timeout: seconds for joining and sending, where
     `send` has no deadline. gloo broadcasts from host memory; nccl from `device`, a GPU, which no two ranks
-    may share, on a stream beside that of a training step.
+    may share, on a stream other than that of a training step.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
 
 
 def certificate_of(args: Any, name: str) -> dict[str, Any]:
-    """Start a server, certify it, and return what was said."""
+    """Start a server, certify it, and return what was reported."""
     start = sglang if name in SGLANG else transformers
     samples = args.samples if name in SGLANG else args.text_samples
     with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:
@@ -114,7 +114,7 @@ def certificate_of(args: Any, name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Certify every server and write what was said; return 1 where it is not what it should be."""
+    """Certify every server and write what was reported; return 1 where it is not what it should be."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", default="shipped:models/tiny")
     parser.add_argument("--servers", nargs="+", default=SERVERS, choices=SERVERS)

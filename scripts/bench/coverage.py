@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:50s}", "  ".join(f"{key} {value:.3f}" for key, value in case.items()))
     print(f"lowest {lowest:.4f}")
     if given.json:
-        from harness import commit, write_result  # beside this file, which a test reads by its path
+        from harness import commit, write_result  # next to this file, which a test reads by its path
 
         report = {
             "commit": commit(),

@@ -10,7 +10,7 @@ batch at once; counted are the tokens of the time in which it is full (`harness.
 time is batch * tokens a step / tokens a second.
 
 A mode may be "rejection, stock": SGLang without rlpipe's plugin. Servers start one after the other, and the
-file is written after each; one that fails is named in it, the others go on, and the exit status is 1. The
+file is written after each; one that fails is named in it, the others continue, and the exit status is 1. The
 share of the GPU that a server takes is what the estimate of memory (rlpipe/preflight) leaves for it.
 """
 

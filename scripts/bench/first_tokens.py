@@ -6,7 +6,7 @@ One prompt of a random model of six tokens whose law over the next three is enum
 asks for --copies turns of four tokens, so that all three follow a verify step. Scores are standard normal, by
 depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right server (alpha 1e-4
 over four). Power: the same turns judged by the law at a temperature of 1 + --off must score above that.
-With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, in place of the MTP layer; with
+With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, instead of the MTP layer; with
 --draft-vocab the MTP layer drafts among those four (`spec.draft_vocab`).
 """
 

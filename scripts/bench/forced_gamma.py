@@ -1,4 +1,4 @@
-"""What `sglang_gamma.py` has a server load in place of rlpipe's policy: the same, which a file can overrule.
+"""What `sglang_gamma.py` has a server load instead of rlpipe's policy: the same, which a file can overrule.
 
 Imports nothing of rlpipe, which the server's environment does not have.
 """
@@ -22,11 +22,11 @@ class AdaptiveGamma(runpy.run_path(os.environ[POLICY])["AdaptiveGamma"]):
         return int(order) if self._forced else super().choose(batch)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn acceptance, unless told how many to draft."""
+        """Learn acceptance, unless the file states how many to draft."""
         if not self.__dict__.get("_forced"):
             super().observe(drafted, accepted)
 
     def timed(self, batch: int, gamma: int, seconds: float) -> None:
-        """Learn costs, unless told how many to draft."""
+        """Learn costs, unless the file states how many to draft."""
         if not self.__dict__.get("_forced"):
             super().timed(batch, gamma, seconds)

@@ -81,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     load = load_average()
 
-    # The chat requests repeat, so each later round is cut at another place: all prompts differ.
+    # The chat requests repeat, so each later round is cut at another position: all prompts differ.
     turns = chat_workload(args.model, args.prompts, tokens=args.tokens, temperature=0.0).conversations
     prompts = [turn[0] for turn in turns]
     distinct = len({tuple(prompt) for prompt in prompts})

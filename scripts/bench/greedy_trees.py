@@ -42,7 +42,7 @@ TREES = ([2, 1, 1], [2, 2, 1], [4, 2, 1])
 
 
 def specs() -> dict[str, SpecConfig]:
-    """Return the arms; a name says the drafts of each depth."""
+    """Return the arms; a name lists the drafts of each depth."""
     arms = {"none": SpecConfig(mode=SpecMode.NONE)}
     arms |= {f"chain of {gamma}": SpecConfig(mode=SpecMode.GREEDY, gamma=gamma) for gamma in CHAINS}
     return arms | {

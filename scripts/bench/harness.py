@@ -255,7 +255,7 @@ def full_batch_rate(spans: Sequence[Span], batch: int) -> float:
         raise ValueError(f"{len(spans)} requests cannot keep a batch of {batch} full: queue twice as many.")
     starts, ends = sorted(s.start for s in spans), sorted(s.end for s in spans)
 
-    # No request may start before one of those `batch` places back has ended.
+    # No request may start before one of those `batch` positions back has ended.
     if any(start < end for start, end in zip(starts[batch:], ends, strict=False)):
         raise ValueError(f"more than {batch} requests ran at once: bound them before measuring that batch.")
 

@@ -117,7 +117,7 @@ def settings(case: dict[str, Any]) -> Config:
 
 
 def estimated(case: dict[str, Any]) -> int:
-    """What the estimate says of a case, in bytes."""
+    """The estimate of a case, in bytes."""
     arch = read_architecture(MODEL | case.get("model", {}))
     if "rollout" in case:
         return engine_memory(arch, settings(case)).total

@@ -150,7 +150,7 @@ class EngineArm:
 
     @property
     def costs(self) -> dict[tuple[int, int], float]:
-        """Seconds of a step by (batch, gamma); with spec.adaptive alone."""
+        """Seconds of a step by (batch, gamma); only with spec.adaptive."""
         return self._engine.costs
 
     def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:

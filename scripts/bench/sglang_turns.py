@@ -6,7 +6,7 @@ Both revisions have a process, an engine and a CPU server of their own, shipped 
 turns. **turns**: 64 trajectories at once, in groups of eight, play conversations with held-out SWE instances
 (a demonstrator's, so that both see the same past): about ten tokens a turn, five turns, then the next group.
 Counted are the tokens of turns that end behind the first quarter of a play and before its end, and the
-processor time by process. **answers**: the worker's processor time alone, for answers of 200 and 2,000
+processor time by process. **answers**: only the worker's processor time, for answers of 200 and 2,000
 tokens, with and without the 20 likeliest tokens. There a process that sends SGLang's answers replaces the
 server, with rlpipe's plugin (packed numbers) and, at the earlier commit, without it (lists).
 

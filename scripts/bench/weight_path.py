@@ -12,7 +12,7 @@ their sum exceeds the whole:
     hand over  write into shared memory, or broadcast; for ipc, until the server has taken it
     load       what the server was asked for
     our hash, server hash  both sides of the canary
-    pause      until the server goes on
+    pause      until the server continues
     export     the trainer's side: weights into one payload; no part of an update, which ipc does without
 
 Memory is what our process and the server's add to what they held before, in an update that is not timed.

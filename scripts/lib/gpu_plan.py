@@ -61,7 +61,7 @@ class Row:
         grown to these sizes.
     small: the same at a small size on a CPU; empty where there is no such thing.
     seconds: what it takes on one H100.
-    needs: what it needs beside a GPU. small_needs: what the small run needs.
+    needs: what it needs in addition to a GPU. small_needs: what the small run needs.
     later: not among the first nine minutes.
     """
 
@@ -237,7 +237,7 @@ def faster(pair: str, batch: int, goal: float) -> Figure:
 
 
 def decoding_7b() -> Row:
-    """What drafts gain at real size, behind short and long contexts, and what a CUDA graph takes."""
+    """What drafts gain at real size, after short and long contexts, and what a CUDA graph takes."""
     # One H100 gave 387 and 8,134 tokens/s with drafts, 150 and 6,249 without.
     rejection = speeds("rejection", (1, 64), {1: 387, 64: 8134})
     long = tuple(

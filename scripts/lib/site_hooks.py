@@ -1,6 +1,6 @@
 """Hooks of the documentation site (mkdocs.yml): documents outside docs/, and links between all of them.
 
-Documents are written for a repository browser: their links are relative to where they lie. Here README.md
+Documents are written for a repository browser: their links are relative to their own folder. Here README.md
 becomes the home page, recipes and the model cards become pages, and a link to a file that is no page becomes
 its path as text, since a site has no address of the repository to point to.
 """
@@ -25,7 +25,7 @@ _IMAGE = re.compile(r'\bsrc="([^"]+)"')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the documents that lie outside docs/."""
+    """Add the documents outside docs/."""
     for source, target in _outside().items():
         listed = source == "README.md"  # the others are only linked to
         inclusion = InclusionLevel.INCLUDED if listed else InclusionLevel.NOT_IN_NAV

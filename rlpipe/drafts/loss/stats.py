@@ -26,7 +26,7 @@ BY_DEPTH = (
 
 @dataclass(slots=True, kw_only=True)
 class MtpStats:
-    """Sums over the unmasked rows of each depth, [K] float64 unless said; nothing waits for the device.
+    """Sums over the unmasked rows of each depth, [K] float64 unless stated; nothing waits for the device.
 
     count: rows. alpha: overlap sum_v min(p, q), the acceptance rate under rejection. draft_entropy,
     target_entropy, kl (target || draft), reverse_kl: nats. target_above, draft_above: mass of the target

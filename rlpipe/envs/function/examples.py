@@ -80,7 +80,7 @@ class Reader:
         return f"prompt: {self.prompt_column or 'data.template'}, answer: {answers}"
 
     def __getitem__(self, index: int) -> Example:
-        """Return the example of a row. Raises ValueError with its place."""
+        """Return the example of a row. Raises ValueError with its location."""
         row, place = self._rows[index], self._rows.place(index)
         prompt = self._prompt(row, place)
 

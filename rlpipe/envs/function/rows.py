@@ -1,4 +1,4 @@
-"""Reads a data set: rows by number, each with a place in its file for messages.
+"""Reads a data set: rows by number, each with its location in the file for messages.
 
 Owns file formats and their errors; `examples` interprets rows. Of a JSONL file only the positions of lines
 are kept in memory, and parquet and Hugging Face data sets stay in Arrow's tables. JSON, CSV and .gz files are
@@ -53,7 +53,7 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        """Return a row. Raises ValueError with its place when it cannot be read."""
+        """Return a row. Raises ValueError with its location when it cannot be read."""
         return self._rows[index]
 
 
@@ -169,7 +169,7 @@ def _too_large(place: str, error: Exception) -> ValueError:
 
 
 def _parse(place: str, text: bytes | str) -> Row:
-    """Return the object in one line. Raises ValueError with its place."""
+    """Return the object in one line. Raises ValueError with its location."""
     try:
         row = json.loads(text)
     except UnicodeDecodeError as error:

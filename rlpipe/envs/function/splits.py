@@ -22,7 +22,7 @@ from rlpipe.envs.rehearsal import call
 
 _DEFAULT_SHARE, _DEFAULT_MOST = 0.1, 1000
 _FAULTS = 20  # rows after which no more are looked for
-_NAMED = 5  # places that a message names
+_NAMED = 5  # locations that a message names
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Checked:
 
 
 def check_rows(data: DataConfig, rows: Rows, reader: Reader) -> Checked:
-    """Read every row once. Raises ValueError with the places of rows that cannot be used."""
+    """Read every row once. Raises ValueError with the locations of rows that cannot be used."""
     keep = load_function(data.filter, setting="data.filter", takes="row") if data.filter else None
     checked, faults = Checked(rows=rows), []
     kinds: dict[str, dict[str, list[int]]] = {"prompt": defaultdict(list), "answer": defaultdict(list)}
@@ -207,6 +207,6 @@ def _place(rows: Checked, position: int) -> str:
 
 
 def _listed(places: Sequence[str]) -> str:
-    """Return the first places, and how many there are."""
+    """Return the first locations, and how many there are."""
     more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
     return f"{', '.join(places[:_NAMED])}{more}"

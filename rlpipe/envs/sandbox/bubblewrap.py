@@ -99,7 +99,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
                 os.chown(directory, owner, owner)
 
         write_tree(tree, self.work, owner)
-        # What is shown of this machine may be below a folder of that name.
+        # What commands see of this machine may be below a folder of that name.
         cwd = next(p for p in (WORK, "/workspace") if not any(path.is_relative_to(p) for path in shown))
         mounts = ["--bind", str(tmp), "/tmp", "--bind", str(self.work), cwd, "--chdir", cwd]
 

@@ -131,7 +131,7 @@ def load_instances(setting: str, name: str) -> dict[str, Instance]:
 
 
 def _read(setting: str, name: str) -> Iterator[tuple[str, Instance]]:
-    """Read the instances of one file with their places. Raises ValueError as `load_instances`."""
+    """Read the instances of one file with their locations. Raises ValueError as `load_instances`."""
     path = resolve(setting)
     if path.suffix not in (".jsonl", ".gz"):
         rows = read_rows(DataConfig(split="test"), name, setting)

@@ -135,7 +135,7 @@ class RowTable:
             del self._sessions[session_id]
             self._exchange(row, target)
         elif self.used < self.rows:
-            # Idle conversations begin at `active`; the first of them moves behind the others.
+            # Idle conversations begin at `active`; the first of them moves to the end.
             if self.used > target:
                 self._move(target, self.used)
             self.used += 1
@@ -214,7 +214,7 @@ class RowTable:
         long = totals > 1.5 * np.median(totals)
         split = np.count_nonzero(long)
 
-        # The long rows belong before `split`; exchange one that is behind it.
+        # The long rows belong before `split`; exchange one that is after it.
         behind = np.flatnonzero(long[split:])
         if len(behind):
             self._exchange(int(np.flatnonzero(~long[:split])[0]), split + int(behind[0]))

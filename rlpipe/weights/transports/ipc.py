@@ -94,7 +94,7 @@ class IpcRoot:
         )
 
         on_gpu = audience.device.type == "cuda"
-        # Beside the stream on which a training step is queued.
+        # Not the stream on which a training step is queued.
         self._stream = torch.cuda.Stream(audience.device) if on_gpu else None
         self._memory: DeviceMemory | HostMemory = memory_of(audience.device) if on_gpu else HostMemory()
         self._memory.reserve(max(layout_of(bucket)["bytes"] for bucket in audience.buckets))

@@ -243,7 +243,7 @@ def by_entropy(r: Any) -> str:
 
 
 def certificates(r: Any) -> str:
-    """What `rlpipe certify` says of servers, the lines that it judged, and its minutes."""
+    """What `rlpipe certify` reports of servers, the lines that it judged, and its minutes."""
     names = {
         "plain": "stock SGLang, no drafts",
         "stock": "stock SGLang, MTP drafts, rejection sampling",

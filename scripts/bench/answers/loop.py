@@ -185,6 +185,6 @@ def revisions(r: Any) -> str:
         "rate alone (6a9b81d) and counts no trained token (4993450); agent_rl and reasoning_rl have such "
         "batches. Softmax denominators are exact (983aea2), shared prefixes go through flash attention "
         "(e7d7a94), logprobs come from hidden states (d013196): gradients are rounded otherwise. Between "
-        "these all is equal, but for the hit rate of a sandbox's memory, a race. jackpot failed from d013196 "
-        "to a98a5de, where it begins again."
+        "these all is equal, except for the hit rate of a sandbox's memory, a race. jackpot failed from "
+        "d013196 to a98a5de, where it begins again."
     )

@@ -97,7 +97,7 @@ def answer(request, objects):
     """Return what a request gives: ["value", value, args, hold] or ["raise", class, derived, args, hold].
 
     args: the arguments afterwards, None when the call left them as they were, or of the exception.
-    hold: as `Objects.hold` says.
+    hold: see `Objects.hold`.
     """
     try:
         what, target, args, kwargs = request
