@@ -58,7 +58,7 @@ class DrafterStudy(adaptation.Study):
     """Its warm-up and runs, for both drafters."""
 
     def evaluation(self) -> list[str]:
-        """Little: the arms are measured side by side when all are trained."""
+        """Evaluate briefly: the arms are measured together when all are trained."""
         found = [f"adapt.in_domain=[{adaptation.SELECTION}]", "adapt.out_of_domain=[]"]
         return [*found, "adapt.eval_modes=[rejection]", "adapt.eval_prompts=4", "adapt.eval_samples=1"]
 
@@ -272,7 +272,7 @@ def with_error(value: list[float | None], sign: str = "") -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for; exits with a message where it cannot be."""
+    """Read the command line; exit with a message if it cannot be followed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -305,7 +305,7 @@ def arguments() -> argparse.Namespace:
 
 
 def keep_settings(args: argparse.Namespace) -> None:
-    """Write down what the runs depend on. Raises ValueError where those that are there had other settings."""
+    """Store the settings that the runs depend on. Raises ValueError if stored runs had others."""
     file, mine = args.runs / "settings.json", {name: vars(args)[name] for name in TRAINING}
     if file.is_file() and (theirs := json.loads(file.read_text())) != mine:
         unlike = [f"{k}={theirs[k]}, now {v}" for k, v in mine.items() if theirs[k] != v]

@@ -48,7 +48,7 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def train(study: adaptation.Study, arm: str, seed: int) -> Evaluation:
-    """One draft, from nothing, and what was measured after its last step."""
+    """Train one draft from scratch; return what was measured after its last step."""
     args = study.args
     overrides = [f"model.path={args.model}", "adapt.drafter=eagle3", f"draft.objective={args.loss}"]
     overrides += [f"draft.lr={args.lr}", f"spec.gamma={args.gamma}", *arms(args)[arm]]
@@ -99,7 +99,7 @@ def markdown(found: dict[str, Any], gamma: int) -> str:
 
 
 def main() -> None:
-    """Whatever is missing, then the two files."""
+    """Run what is missing, then write the two files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

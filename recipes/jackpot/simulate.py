@@ -73,7 +73,7 @@ def contraction(generator: torch.Generator) -> list[dict[str, object]]:
 
 
 def estimates(target: torch.Tensor, rollout: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """Z [rows] from candidates: the paper's union, the rollout's top-k alone, and that with its rest."""
+    """Z [rows] from candidates: the paper's union, only the rollout's top-k, and that with the remainder."""
     theirs, ours = rollout.topk(k, -1).indices, target.topk(k, -1).indices
     lower, upper = normalizer_bounds(target.gather(-1, theirs), rollout.gather(-1, theirs), 1.0)
     union = torch.zeros_like(target).scatter(-1, theirs, 1).scatter(-1, ours, 1)
@@ -160,7 +160,7 @@ def draw(results: dict[str, object], out: Path) -> None:
 
 
 def rounded(value: object) -> object:
-    """Six significant digits; what is below the rounding of a sum is 0."""
+    """Round to six significant digits; values below the rounding error of a sum become 0."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if abs(value) > 1e-14 else 0.0

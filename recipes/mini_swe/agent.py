@@ -1,7 +1,7 @@
 """mini-swe-agent's own loop on one task: its `DefaultAgent` and `LocalEnvironment`, its parser of actions.
 
-Runs in the sandbox, in the folder of the repository. Ours are the words between loop and model: the shipped
-toy model writes a bare command, and reads what it printed.
+Runs in the sandbox, in the folder of the repository. Only the text between loop and model is changed: the
+shipped toy model writes a bare command, and reads what it printed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Endpoint:
         return message
 
     def format_observation_messages(self, message: dict, outputs: list[dict], variables: dict) -> list[dict]:
-        """Return what the model reads of its commands."""
+        """Return the results of commands as messages for the model."""
         return format_observation_messages(outputs, observation_template=OBSERVATION, template_vars=variables)
 
     def get_template_vars(self, **_: object) -> dict:

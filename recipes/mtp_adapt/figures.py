@@ -39,7 +39,7 @@ def labelled(items: list[str]) -> dict[str, RunData]:
 
 
 def found(run: RunData) -> dict[str, Any]:
-    """Slope and the split of the last window, with intervals."""
+    """Return the slope and the split of the last window, with intervals."""
     last = decompose_each(*paired(run, RATE, ENTROPY), level=LEVEL)[-1]
     parts = {name: plain(getattr(last, name)) for name in ("slope", "total", "entropy", "mismatch")}
     spans = {"early": last.early, "window": last.window}

@@ -39,7 +39,7 @@ SWEEP = ["run.steps=1", "metrics.probe.every=1", "metrics.probe.contexts=4000", 
 
 
 def run(directory: Path, *overrides: str) -> Path:
-    """One run of the main job in one process, without what nobody looks at."""
+    """Run the main job in one process, with few records."""
     own = ["cluster=inline", "run.save_every=0", "metrics.wandb=off", "metrics.report=false"]
     return play("swe_rl", directory, *own, *overrides)
 
@@ -103,7 +103,7 @@ def sweep(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str
 
 
 def mean(values: np.ndarray) -> float:
-    """To four digits."""
+    """Round to four digits."""
     return round(float(values.mean()), 4)
 
 
@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """What is known so far."""
+    """Write the results so far."""
     if path:
         path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -46,7 +46,7 @@ SELECTION = "swe.held_instances"  # the held-out set that chooses learning rates
 
 @dataclass(slots=True, kw_only=True)
 class Study:
-    """Where and how large; the rest follows."""
+    """Folders and sizes of a study."""
 
     runs: Path
     args: argparse.Namespace
@@ -233,7 +233,7 @@ def percent(value: Sequence[Any] | None, sign: str = "") -> str:
 
 
 def arguments(description: str, runs: str) -> argparse.ArgumentParser:
-    """What every study of this kind asks for."""
+    """The arguments that all studies of this kind share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -259,7 +259,7 @@ def arguments(description: str, runs: str) -> argparse.ArgumentParser:
 
 
 def compare(study: Study, objectives: Sequence[str], baselines: Sequence[str]) -> None:
-    """Everything that is missing, then the two files."""
+    """Run what is missing, then write the two files."""
     args, warm = study.args, study.warm()
     results: dict[str, Any] = {"lr": {}, "sweep": {}}
     cells: dict[str, list[Evaluation]] = {}
@@ -279,7 +279,7 @@ def compare(study: Study, objectives: Sequence[str], baselines: Sequence[str]) -
 
 
 def main() -> None:
-    """The objectives asked for, from one warm-up."""
+    """Run the requested objectives from one warm-up."""
     parser = arguments(__doc__, "runs/mtp_adapt_study")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--anchors", nargs="+", default=ANCHORS)

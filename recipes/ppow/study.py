@@ -56,7 +56,7 @@ class PpowStudy(adaptation.Study):
 
 
 def main() -> None:
-    """The arms asked for."""
+    """Run the requested arms."""
     parser = adaptation.arguments(__doc__, "runs/ppow_study")
     parser.set_defaults(lrs=[1e-4, 3e-4, 1e-3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))

@@ -122,7 +122,7 @@ def train(world: World, arm: str, lr: float, seed: int) -> tuple[Tensor, list[fl
 
 
 def chains(count: int) -> Tree:
-    """Make the tree of `count` windows behind one root, level by level."""
+    """Make the tree of `count` windows below one root, level by level."""
     parents = [-1] + [0] * count
     for depth in range(1, DEPTHS):
         parents += range(1 + (depth - 1) * count, 1 + depth * count)

@@ -123,9 +123,9 @@ def make_policy(path: Path, number: int) -> Policy:
 
 
 class Policies:
-    """Policies of RL runs, made where they are not kept yet, and the draft that they start with.
+    """Policies of RL runs, made if they are not stored yet, and the draft that they start with.
 
-    runs: directories of finished runs. folder: of the kept files.
+    runs: directories of finished runs. folder: of the stored files.
     """
 
     def __init__(self, runs: list[Path], folder: Path) -> None:

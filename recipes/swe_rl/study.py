@@ -1,4 +1,4 @@
-"""The claim of this recipe, measured: three seeds, rejection against none, same everything else.
+"""Measures the claim of this recipe: rejection against none, three seeds, all else equal.
 
 Runs what is missing under `--runs`, then writes `--out` (and `curves.svg` where matplotlib is installed), by
 default here; `--out` in another folder leaves the curves that are here. A finished run is not repeated, an

@@ -64,7 +64,7 @@ class Family:
     """A shape of function.
 
     params: slots that become parameters: a b c numbers, xs a list of numbers, s a string, ss strings.
-    body: code with slots, unindented. spec: what it returns, with the same slots (`op_` is op in words).
+    body: code with slots, unindented. spec: what it returns, with the same slots (`op_` is op as text).
     """
 
     name: str

@@ -77,7 +77,7 @@ def make_instance(rng: random.Random, families: dict[str, Family]) -> Record:
 def killing_cases(
     rng: random.Random, function: Function, candidates: list[Mutant], pool_size: int = 80, limit: int = 8
 ) -> list[tuple[object, ...]] | None:
-    """Arguments on which every mutant differs from the function; None when none such were found."""
+    """Return arguments by which all mutants show, or None."""
     pool = [sample_args(rng, function) for _ in range(pool_size)]
     truth = call(function.lines, function.name, pool)
     if any(kind == "error" for kind, _ in truth):
@@ -193,7 +193,7 @@ def function_block(record: Record) -> list[str]:
 
 
 def dedup_keys(record: Record) -> tuple[str, str]:
-    """What two records must not share: (function source with its bug, statement), function name removed."""
+    """Return what two records must not share: (function source with its bug, statement), function name removed."""
     name = record["function"]
     source = "\n".join(" ".join(line.split()) for line in function_block(record))
     return source.replace(f"def {name}(", "def f("), record["problem_statement"].replace(name, "f")
@@ -208,7 +208,7 @@ def _batch(families: str, size: int, seed: int) -> list[Record]:
 def stream(
     families: str, seed: int, *, refuse: set[str] | None = None, workers: int = 2, batch: int = 100
 ) -> Iterator[Record]:
-    """Endless instances of "train" or "held_out" families, in an order that depends on `seed` alone.
+    """Endless instances of "train" or "held_out" families, in an order that depends only on `seed`.
 
     refuse: keys (see `dedup_keys`) of instances never to yield; repeated instances are dropped too.
     """

@@ -43,7 +43,7 @@ class MtpLayer(nn.Module):
     def forward(
         self, hidden: Tensor, embeddings: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """One depth over a whole sequence.
+        """Compute one depth over a full sequence.
 
         hidden, embeddings: [B, T, H]. position_ids: [B, T] or [1, T], RoPE positions.
         attention_mask: [B, 1, T, T], added to the scores; None means causal. Returns [B, T, H], normalised.

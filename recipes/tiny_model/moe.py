@@ -75,7 +75,7 @@ class GlmMtpLayer(nn.Module):
         self._rotary = [glm.Glm4MoeRotaryEmbedding(config)]  # in a list: no parameters, no state dict entry
 
     def forward(self, hidden: Tensor, embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        """One depth over a whole sequence; hidden, embeddings: [B, T, H]. Returns [B, T, H], normalised."""
+        """Compute one depth of sequences; hidden, embeddings: [B, T, H]. Returns [B, T, H], normalised."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1))
         rope = self._rotary[0](x, position_ids)
         return self.final(self.decoder(x, position_embeddings=rope))
@@ -149,7 +149,7 @@ class Balance:
         self._loads[router] = self._loads.get(router, 0) + load
 
     def step(self) -> None:
-        """Move the biases by what was counted since the last call; `spread`: largest load over the mean."""
+        """Move the biases by the loads counted since the last call; `spread`: largest load over the mean."""
         shares = []
         for router, load in self._loads.items():
             load = load.float()

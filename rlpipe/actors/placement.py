@@ -34,7 +34,7 @@ Bundle = dict[str, float]
 
 
 class Placement:
-    """The reserved places of a run. gpus: whether the cluster has any. Raises ValueError."""
+    """The resources reserved for a run. gpus: whether the cluster has any. Raises ValueError."""
 
     def __init__(self, config: Config, *, gpus: bool) -> None:
         run_mode, trainer = config.run.half, config.trainer
@@ -76,7 +76,7 @@ class Placement:
 
     @property
     def free(self) -> int:
-        """Return how many workers may join in the places of drained ones."""
+        """Return how many workers may join on the resources of drained ones."""
         return len(self._left)
 
     def leave(self, number: int) -> None:

@@ -158,7 +158,7 @@ def to_json(counts: Counts) -> dict[str, Any]:
 
 
 def counts_from_json(data: Mapping[str, Any]) -> dict[str, PromptCounts]:
-    """Return the counts that `to_json` was given."""
+    """Return the counts of which `to_json` made the data."""
     return {name: PromptCounts.from_json(item) for name, item in data.items()}
 
 

@@ -44,7 +44,7 @@ class GreedyText:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """All that was seen of a server.
+    """All observations of a server.
 
     first: rows of first tokens. samples: at temperature 1 and at `temperature`, by prompt. greedy: at 0.
     accepted, own_accepted: by prompt, [n, 2] accepted drafts and verify steps of the server and of the

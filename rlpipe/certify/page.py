@@ -18,7 +18,7 @@ _COLOURS = {True: "good", False: "bad", None: "warn"}
 
 
 def summary(certificate: Certificate) -> str:
-    """Say the outcome in a sentence."""
+    """State the outcome in a sentence."""
     judged = [line for line in certificate.lines if line.passed is not None]
     left = [line.name for line in certificate.lines if line.passed is None]
     unjudged = f" Not judged: {', '.join(left)}." if left else ""
@@ -29,7 +29,7 @@ def summary(certificate: Certificate) -> str:
 
 
 def explain(certificate: Certificate) -> str:
-    """Say what alpha, n and power mean here."""
+    """Explain alpha, n and power for this certificate."""
     return (
         f"A right server fails some line with probability {certificate.alpha:g} at most (alpha; "
         f"{certificate.alpha / len(STATISTICAL):g} for each of the {len(STATISTICAL)} statistical lines). p "

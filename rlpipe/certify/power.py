@@ -82,14 +82,14 @@ def difference(error: float, alpha: float) -> float:
 
 
 def mixture_text(share: float | None) -> str:
-    """Say the power of a line that compares frequencies."""
+    """Describe the power of a line that compares frequencies."""
     if share is None:
         return "less than half of the tokens replaced by the likeliest: not seen; take more samples"
     return f"{share:.1%} of the tokens replaced by the likeliest (power .95)"
 
 
 def cut_text(cut: float | None) -> str:
-    """Say the power of the line of unlikely tokens."""
+    """Describe the power of the line of unlikely tokens."""
     if cut is None:
         return "top-p of .8 left on: not seen; take more samples"
     return f"top-p = {cut:g} left on (power .95)"

@@ -58,7 +58,7 @@ class Sizes:
 
 @dataclass(slots=True, kw_only=True)
 class Certificate:
-    """What was found. seconds: sampling, reference, tests."""
+    """The result of a certification. seconds: sampling, reference, tests."""
 
     features: Features
     lines: list[Line]

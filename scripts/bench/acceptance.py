@@ -53,7 +53,7 @@ RESAMPLES = 1000
 
 @dataclass(slots=True)
 class Conversation:
-    """What one conversation gave under one rule and temperature.
+    """Counts of one conversation under one rule and temperature.
 
     counts: of all turns. chains: [N, 2, gamma], p and q of the drafts. first: [n, 2], target entropy in nats
     and acceptance probability of each draft of depth 1.
@@ -80,7 +80,7 @@ class Conversation:
 
 
 def play(model: Path, rule: str, temperature: float, work: Workload) -> list[Conversation]:
-    """All conversations under one rule."""
+    """Run all conversations under one rule."""
     config = RolloutConfig(max_running=ROWS, max_context=CONTEXT, threads=1, device="cpu")
     engine = EmbeddedEngine(config, SpecConfig(mode=rule, gamma=GAMMA, tree=TREE), model)
     played = [Conversation() for _ in work.conversations]
@@ -203,7 +203,7 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, list[f
 
 
 def rounded(value: Any) -> Any:
-    """Floats to four digits, all the way down."""
+    """Round the floats of nested data to four digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -212,7 +212,7 @@ def rounded(value: Any) -> Any:
 
 
 def show(results: dict[str, Any]) -> None:
-    """The table and what was seen, in words."""
+    """Print the table and the conclusion."""
     print(f"{'rule':12s} {'T':>4s}  {'alpha by depth (standard error)':42s} length")
     for name, row in results["acceptance"].items():
         rule, temperature = name.split(" T=")
@@ -244,7 +244,7 @@ def seen(lines: dict[str, Any], gap: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Play, judge, and write one JSON."""
+    """Run all arms, compare them and write one JSON."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--model", type=Path, default=resolve("shipped:models/tiny"))

@@ -132,13 +132,13 @@ def _run(settings: argparse.Namespace, arm: str, seed: int) -> Run:
 
 
 def _of_run(settings: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that decide what a run is."""
+    """Return the settings that identify a run."""
     apart = ("json", "repeats", "arms", "runs", "trl_python", "model")
     return {name: value for name, value in vars(settings).items() if name not in apart}
 
 
 def _stored(folder: Path | None, name: str, settings: dict[str, Any], make: Callable[[], Run]) -> Run:
-    """Return a run from the folder, or make it and store it there. Raises ValueError: of other settings."""
+    """Return a run from the folder, or make and store it. Raises ValueError on other settings."""
     if folder is None:
         return make()
     path = folder / f"{name}.json"
@@ -166,7 +166,7 @@ def mean_reward(point: dict[str, Any]) -> float:
 
 
 def reward_at(run: Run, axis: str, place: float) -> float:
-    """Return the held-out reward at a place on an axis, interpolated linearly between measurements.
+    """Return the held-out reward at a position on an axis, interpolated linearly between measurements.
 
     axis: `step` or `training_seconds`.
 
@@ -219,7 +219,7 @@ def differences(rows: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _each(values: Any) -> dict[str, Any]:
-    """Return the mean over seeds, and each seed's value."""
+    """Return the mean over seeds and the value of each seed."""
     seeds = [round(value, 4) for value in values]
     return {"mean": round(statistics.fmean(seeds), 4), "seeds": seeds}
 

@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def shortened(found: dict[str, Any]) -> dict[str, Any]:
-    """Return of a certificate what the page shows."""
+    """Return the fields of a certificate that the page shows."""
     if not found:
         return {}
     return {

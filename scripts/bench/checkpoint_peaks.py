@@ -122,7 +122,7 @@ def summary(
 
 
 def measure(name: str, case: dict[str, Any], folder: Path, model: Path | None = None) -> dict[str, Any]:
-    """Play one case, on its random model or a given one, and return its row."""
+    """Run one case, on its random model or a given one, and return its row."""
     config: TrainerConfig = settings(case).trainer
     if model is None:
         # Stored as it is trained, as released models are: another type would be one more copy to write.

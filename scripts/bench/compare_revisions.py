@@ -61,7 +61,7 @@ sys.exit(main())
 
 
 def play(tree: Path, recipe: str, out: Path) -> dict[str, Any]:
-    """Run a recipe in a checkout; every number it wrote, by step and name."""
+    """Run a recipe in a checkout; return every number it wrote, by step and name."""
     keep = {n: os.environ[n] for n in ("PATH", "HOME", "RLPIPE_SGLANG_VENV") if n in os.environ}
     env = keep | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [

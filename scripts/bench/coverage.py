@@ -63,7 +63,7 @@ def tables(entropy: np.ndarray, acceptance: np.ndarray) -> list[ProbeTable]:
 
 
 def coverage(name: str, draws: int, seed: int = 7, mismatch: float = 0.0) -> dict[str, float]:
-    """Shares of the draws of a case in which each interval holds the truth.
+    """Shares of the samples of a case in which each interval contains the truth.
 
     Training moves the entropy by -0.2 nat along a slope of -0.3, prompts move it from step to step along
     theirs; mismatch: change that is not entropy's, which sets in after the early steps.

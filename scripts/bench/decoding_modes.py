@@ -139,9 +139,9 @@ def settings(mode: str, given: argparse.Namespace, folder: str = "") -> Config:
 
 
 def fitting_share(config: Config, card: int) -> float:
-    """Return the share of a GPU of so many bytes for a server's weights and KV, beside all else it takes.
+    """Return the share of a GPU of so many bytes for a server's weights and KV, apart from its other memory.
 
-    At most what SGLang would take by itself, as the estimate of the rest has not met a GPU.
+    It is at most what SGLang would take by itself, because the estimate was not tested on a GPU.
     """
     memory = server_memory(read_architecture(read_config(config.model.path)), config, card)
     beside = memory.total - memory.parts["weights"] - memory.parts["kv"] + RESERVED

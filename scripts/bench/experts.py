@@ -38,7 +38,7 @@ from tests.helpers.trainers import make_trainer  # noqa: E402
 
 
 def finished() -> float:
-    """Return the time at which the GPU has done all that it was given, in seconds."""
+    """Wait until the GPU has finished; return the time in seconds."""
     torch.cuda.synchronize()
     return time.perf_counter()
 

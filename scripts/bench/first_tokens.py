@@ -1,4 +1,4 @@
-"""Do the first tokens of an SGLang server that drafts have exactly the target's law? A G-test of many.
+"""Do the first tokens of an SGLang server that drafts have exactly the target's distribution? G-tests.
 
     python scripts/bench/first_tokens.py --json OUT [--tokens 1_000_000] [--device cuda] [--mode rejection]
 
@@ -54,7 +54,7 @@ async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:
 
 
 def main() -> int:
-    """Returns the exit status: 1 where the law does not hold."""
+    """Returns the exit status: 1 if a test fails."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--copies", type=int, default=256)

@@ -51,7 +51,7 @@ MANY: dict[str, Value] = {
 
 
 def on_the_bus(values: dict[str, Value], emits: int) -> float:
-    """CPU seconds of `emits` emissions and the commits between them."""
+    """Measure the CPU seconds of `emits` emissions and the commits between them."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory)
         sinks = [MetricsFile(run / "metrics.jsonl"), TraceFile(run / "trace.json.gz")]

@@ -50,7 +50,7 @@ def play(mistake: Mistake) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play all, print the table, write it."""
+    """Run all, print the table, write it."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args, load = parser.parse_args(), load_average()

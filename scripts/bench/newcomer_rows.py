@@ -104,7 +104,7 @@ def both(*prepared: Prepare) -> Prepare:
 
 
 def instances(name: str, change: Callable[[bytes], bytes]) -> Prepare:
-    """Prepares the shipped SWE instances, written otherwise."""
+    """Prepares the shipped SWE instances in another form."""
     return lambda folder: (folder / name).write_bytes(change((ROOT / "data/swe/train.jsonl").read_bytes()))
 
 
@@ -393,7 +393,7 @@ ROWS = [
 
 
 def play(row: Row) -> dict[str, Any]:
-    """Play one row: exit status, seconds, and what of the row its answer lacks."""
+    """Run one row: exit status, seconds, and which patterns of the row its output lacks."""
     with newcomers_folder("rlpipe-newcomer-") as (folder, env):
         row.files(folder)
         env |= row.variables | {"OMP_NUM_THREADS": "1"}
@@ -457,7 +457,7 @@ def earlier(out: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Play all rows one after the other, print the table, write it."""
+    """Run all rows one after the other, print the table, write it."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--rows", nargs="+", default=[], help="by name (default: those that OUT lacks)")
     args, load = parser.parse_args(), load_average()

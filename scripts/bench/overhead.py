@@ -71,7 +71,7 @@ _spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])  # part -> C
 
 
 def counted(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-    """`function`, its time added to a part; calls within such calls are the outer one's."""
+    """`function`, its time added to a part; nested calls count as the outer one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def run(overrides: list[str], steps: int, seed: int) -> dict[str, Any]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over the runs of one arm."""
+    """Summarise the runs of one arm."""
     seconds = [s for one in runs for s in one["seconds"]]
     quartiles = statistics.quantiles(seconds, n=4)
     return {

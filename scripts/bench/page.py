@@ -75,7 +75,7 @@ class Figure:
 
     @property
     def excerpt(self) -> str:
-        """The answer as other documents show it: without the goals that it met, which only developers set."""
+        """The answer as other documents show it: without goals that were met, which are for developers."""
         return MET_GOAL.sub("", self.markdown).strip()
 
     @property
@@ -132,7 +132,7 @@ def filled(text: str) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Every document that this script writes or fills in, with what it should say."""
+    """Every document that this script writes or fills in, with its text."""
     recipes = (ROOT / "recipes").glob("*/*.md")
     sources = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(recipes)]
     texts = {path: path.read_text() for path in sources if path not in (PAGE, LOG)}

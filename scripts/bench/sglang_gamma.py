@@ -58,7 +58,7 @@ Load = list[tuple[list[int], int]]  # prompt, tokens to make
 
 
 class Bench:
-    """A server, and the file that tells it how many tokens to draft."""
+    """A server, and the file that sets how many tokens it drafts."""
 
     def __init__(self, model: Path, threads: int, folder: Path) -> None:
         self._order, self._names = folder / "order", count()
@@ -110,14 +110,14 @@ def loads(args: argparse.Namespace) -> dict[tuple[str, int], Load]:
 
 
 def grown(model: Path, sizes: str, target: Path) -> Path:
-    """A checkpoint that says what `model` says at the cost of a larger one, in float32."""
+    """Write a checkpoint with the outputs of `model` at the cost of a larger one, in float32."""
     script = [sys.executable, ROOT / "scripts" / "grow_checkpoint", model, target, *sizes.split()]
     subprocess.run([*script, "--dtype", "float32"], check=True)
     return target
 
 
 def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
-    """One cell: rows of all arms, and adaptive against the best."""
+    """Measure one cell: rows of all arms, and adaptive against the best."""
     tokens = sum(length for _, length in load)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     counts = {arm: SpecCounts() for arm in ARMS}

@@ -165,7 +165,7 @@ def spent(engine: Any) -> Counter[str]:
 
 
 async def turns(engine: Any, work: dict[str, Any], seconds: float, live: int, name: str) -> list[Any]:
-    """Play; (time, tokens) of each turn."""
+    """Run the turns; return (time, tokens) of each."""
     from rlpipe.types import GenerateRequest, SamplingParams
 
     ends: list[tuple[float, int]] = []
@@ -191,7 +191,7 @@ async def turns(engine: Any, work: dict[str, Any], seconds: float, live: int, na
 
 
 async def answers(engine: Any, tokens: int, top: int, live: int, name: str) -> int:
-    """Ask for answers, `live` at once; returns their tokens."""
+    """Request answers, `live` at once; return their tokens."""
     from rlpipe.types import GenerateRequest, SamplingParams
 
     number, room = count(), max(live, ANSWERED // tokens // (5 if top else 1))
@@ -260,7 +260,7 @@ class Worker:
         self._line()
 
     def ask(self, **asked: Any) -> dict[str, Any]:
-        """What it measured."""
+        """Return what it measured."""
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return json.loads(self._line())

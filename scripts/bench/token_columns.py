@@ -124,7 +124,7 @@ def store(group: Any) -> tuple[bytes, list[bytes]]:
 
 
 def go_the_way(count: int, scheduler: Any, table: Any, values: SimpleNamespace) -> Any:
-    """Take trajectories from the engine's table to micro-batches, and return these."""
+    """Carry trajectories from the engine's table to micro-batches and return these."""
     from rlpipe.metrics.collect import trajectory_metrics
 
     stored = [store(group) for group in play(count, scheduler, table, values)]

@@ -60,7 +60,7 @@ class Recorder(TrainerCallback):
         self._started = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **models: Any) -> None:
-        """Stop it, and measure where that is due."""
+        """Stop the clock, and measure when due."""
         self.steps.append({"seconds": time.monotonic() - self._started})
         done, every = len(self.steps), self._settings.val_every
         if done % every == 0 or done == self._settings.steps:

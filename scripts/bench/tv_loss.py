@@ -52,7 +52,7 @@ GPU_ONLY = {"speculators": "speculators", "liger": "liger_kernel"}
 
 
 def eager(draft: Tensor, target: Tensor) -> Tensor:
-    """1 - sum_v min(p, q), as one writes it down."""
+    """Compute 1 - sum_v min(p, q) literally."""
     p, q = target.float().softmax(-1), draft.float().softmax(-1)
     return (1 - torch.minimum(p, q).sum(-1)).mean()
 
@@ -139,21 +139,21 @@ def summary(arm: str, runs: list[tuple[float, int, float]], copy_rate: float, ar
 
 
 class _Memory:
-    """Peak beyond what is held when it is made."""
+    """Peak memory beyond what is held when the object is made."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
         self._held = torch.cuda.memory_allocated() if self._cuda else _status("VmRSS")
 
     def reset(self) -> None:
-        """Forget peaks until now."""
+        """Reset the peak."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """Bytes."""
+        """Return the peak in bytes."""
         peak = torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")
         return peak - self._held
 

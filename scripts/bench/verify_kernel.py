@@ -81,7 +81,7 @@ def inputs(batch: int, gamma: int, vocab: int, device: str) -> Arguments:
 
 
 def plain_torch(tokens, draft, target, coins, uniforms) -> torch.Tensor:
-    """What one writes first: all gamma + 1 corrected rows, one draw from each, then the right one."""
+    """Verify naively in torch: correct and sample all gamma + 1 rows, then choose one."""
     batch, gamma = tokens.shape
     p = target[:, :-1].gather(2, tokens[..., None])[..., 0]
     q = draft.gather(2, tokens[..., None])[..., 0]
@@ -94,7 +94,7 @@ def plain_torch(tokens, draft, target, coins, uniforms) -> torch.Tensor:
 
 
 def python_loop(tokens, draft, target, coins, uniforms) -> torch.Tensor:
-    """Row by row: stop at the first rejection, correct and draw from that row alone."""
+    """Row by row: stop at the first rejection, correct and sample from that row only."""
     counts, emitted = [], []
     for b in range(len(tokens)):
         weights, accepted = target[b, -1], tokens.shape[1]

@@ -1,4 +1,4 @@
-"""What does a weight update cost at real size, beside one copy and one hash of the same bytes?
+"""What does a weight update cost at real size, compared with one copy and one hash of the same bytes?
 
 A checkpoint of real size, grown from the shipped one, into a real SGLang server, on the CPU unless asked
 otherwise, by every way in turn, repeat by repeat; between them the floor on the same weights:
@@ -78,7 +78,7 @@ class Profile:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the seconds of what is inside."""
+        """Add the seconds of the block to a part."""
         started = time.perf_counter()
         try:
             yield
@@ -95,7 +95,7 @@ class Profile:
         return wrapped
 
     def install(self, engine: SglangEngine) -> None:
-        """From here on, all updates of this engine."""
+        """Count all further updates of this engine."""
         shared_memory.SharedBuckets.write = self.timed(shared_memory.SharedBuckets.write, "hand over")
         IpcRoot.send = self.timed(IpcRoot.send, "hand over")
         BucketChecksums.add = self.timed(BucketChecksums.add, "our hash")

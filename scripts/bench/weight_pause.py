@@ -84,7 +84,7 @@ def changed(weights: Mapping[str, torch.Tensor], share: float, seed: int) -> dic
 
 @contextlib.contextmanager
 def ordered(engine: SglangEngine, way: str) -> Iterator[None]:
-    """Updates in one of the ways."""
+    """Run updates in one of the ways."""
     engine._updates._deltas = way == "delta"
     continues = Updates._continue
 

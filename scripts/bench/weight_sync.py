@@ -59,12 +59,12 @@ class Servers:
             stack.callback(engine.close)
 
     def alone(self, way: str, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Each is sent the weights for itself."""
+        """Send the weights to each server separately."""
         self.config.sglang.weight_transfer = WeightTransfer(way)
         list(self.threads.map(lambda engine: engine.update_weights(weights, version), self.engines))
 
     def together(self, sender: WeightSender, opened: Any, version: int) -> None:
-        """All take part in one broadcast."""
+        """Send the weights to all servers by one broadcast."""
         group, buckets = opened
         sending = self.threads.submit(sender.send, version)
 
@@ -85,7 +85,7 @@ class Servers:
 
 
 def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: int) -> dict[str, list[float]]:
-    """Seconds of an update by way; each is timed the second time in a row, when its group has been joined."""
+    """Measure the seconds of an update by way. The second of two updates is timed, when its group exists."""
     seconds: dict[str, list[float]] = {way: [] for way in (*ALONE, "trainer")}
     version = 0
     for _ in range(repeats):

@@ -29,7 +29,7 @@ PYTEST = "{python} -m pytest -q -p no:cacheprovider"
 class Figure:
     """One number of a row.
 
-    read: takes it from the row's report; where the row did not come so far, it raises KeyError and the like.
+    read: takes it from the row's report; if the row failed before, it raises KeyError and the like.
     at_most, at_least: the goal; a figure with neither is only reported.
     """
 
@@ -41,7 +41,7 @@ class Figure:
 
     @property
     def goal(self) -> str:
-        """The goal in words; empty without one."""
+        """The goal as text; empty without one."""
         if self.at_most is not None:
             return f"<= {self.at_most:g} {self.unit}".strip()
         return f">= {self.at_least:g} {self.unit}".strip() if self.at_least is not None else ""
@@ -404,7 +404,7 @@ def embedded() -> Row:
 
 
 def fingerprint() -> Row:
-    """Check sums of 1.5B where they lie."""
+    """Checksums of 1.5B parameters in place."""
     bench = f"{BENCH}fingerprint.py --json {{out}}"
     return Row(
         name="fingerprint of 1.5B",
