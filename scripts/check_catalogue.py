@@ -149,7 +149,7 @@ def never_emitted(names: Iterable[str], shapes: set[str], composed_names: set[st
 
 
 def may_be(spelled: str, declared: str) -> bool:
-    """Tell whether some filling of the holes of both makes them equal, segment by segment."""
+    """Return whether some filling of the holes of both makes them equal, segment by segment."""
     pairs = list(zip(spelled.split("/"), declared.split("/"), strict=False))
     holes = [[re.escape(x).replace(r"\{\}", r"[^/]+") for x in pair] for pair in pairs]
     return spelled.count("/") == declared.count("/") and all(

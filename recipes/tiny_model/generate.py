@@ -193,7 +193,7 @@ def function_block(record: Record) -> list[str]:
 
 
 def dedup_keys(record: Record) -> tuple[str, str]:
-    """Return what two records must not share: (function source with its bug, statement), function name removed."""
+    """Return what records must not share: (source with its bug, statement), function name removed."""
     name = record["function"]
     source = "\n".join(" ".join(line.split()) for line in function_block(record))
     return source.replace(f"def {name}(", "def f("), record["problem_statement"].replace(name, "f")

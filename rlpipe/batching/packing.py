@@ -125,7 +125,7 @@ def pack(
 
 
 def trainable(trajectory: Trajectory) -> bool:
-    """Tell whether a trajectory has a reward and a sampled token (its first token is never predicted)."""
+    """Return whether a trajectory has a reward and a sampled token (its first token is never predicted)."""
     return trajectory.status is TrajectoryStatus.COMPLETE and bool(trajectory.loss_mask[1:].any())
 
 

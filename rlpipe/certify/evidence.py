@@ -36,7 +36,7 @@ class Samples:
 
 @dataclass(slots=True, kw_only=True)
 class GreedyText:
-    """A greedy answer in text only. equal: to a text that argmax may give; seen: the text."""
+    """A greedy answer in text only. equal: whether argmax may give it. seen: the text."""
 
     equal: bool
     seen: str

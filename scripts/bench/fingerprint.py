@@ -1,7 +1,7 @@
 """How fast are the fingerprints of weights, by the algorithm of a server on a GPU and of one on a CPU?
 
 Tensors are a decoder's: layers with fused projections of a grown model, in bfloat16, so many that they fill
-the megabytes; they lie on the device before the clock starts.
+the megabytes; they are on the device before the clock starts.
 
 `mix`      rlpipe.weights.fingerprint as for a GPU server: Triton on a GPU, torch on the CPU
 `sha256`   the same as for a CPU server

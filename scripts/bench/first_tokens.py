@@ -2,12 +2,14 @@
 
     python scripts/bench/first_tokens.py --json OUT [--tokens 1_000_000] [--device cuda] [--mode rejection]
 
-One prompt of a random model of six tokens whose law over the next three is enumerated in float64; a request
-asks for --copies turns of four tokens, so that all three follow a verify step. Scores are standard normal, by
-depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right server (alpha 1e-4
-over four). Power: the same turns judged by the law at a temperature of 1 + --off must score above that.
-With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, instead of the MTP layer; with
---draft-vocab the MTP layer drafts among those four (`spec.draft_vocab`).
+A random model has six tokens, so the distribution of the three tokens after a prompt is enumerated in
+float64. A request samples --copies turns of four tokens, so that all three follow a verify step. Scores are
+standard normal, by depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right
+server (alpha 1e-4 over four). To show power, the same turns are also compared with the distribution at a
+temperature of 1 + --off, and must then score above 4.1.
+
+With --reduced, an EAGLE-3 draft that knows four of the six tokens replaces the MTP layer; with --draft-vocab
+the MTP layer drafts among those four (`spec.draft_vocab`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The main job (swe_rl) in one process, so that every part of it can be seen: each call of the ledger, of the
 metrics bus, of its sinks (on their threads), of spans, of recorded rollouts, alarms and advice, and of the
 metrics computed from trajectories adds the CPU seconds of its thread. Two shares of the steps' time are told:
-of CPU seconds (what they take from everything else), and of seconds the loop stood in such a call
+of CPU seconds (what they take from everything else), and of seconds that the loop spent in such calls
 (interruptions by other threads included, so it is the larger one on a busy machine). Not in it: the probe,
 which reads the model and has a metric of its own (timing_s/probe); what the trainer adds up of its tensors;
 the report at the end; and W&B, whose service is a process of its own (metrics.wandb=off here). Whatever else

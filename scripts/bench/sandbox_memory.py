@@ -3,7 +3,7 @@
 Each attack is one command that takes all it can in one way. It runs in the sandbox twice: held by control
 groups ("with") and only by the watch ("without"). Either way a process of its own plays it inside a further
 group whose limit is far above, and whose peak, beyond what it held before, is what the kernel counted. Also
-the time of a command that does nothing, in both arms. Needs a memory controller (`scripts/doctor` tells).
+the time of a command that does nothing, in both arms. Needs a memory controller (`scripts/doctor` shows).
 
     python scripts/bench/sandbox_memory.py --json OUT
 """

@@ -1,7 +1,7 @@
 """Does an SGLang server with rlpipe's policy draft as many tokens as pays, at every batch size?
 
 One CPU server, rejection: gamma 0 to 3 and adaptive (0 to 3) take turns on it, so that no two processes are
-compared; `forced_gamma.py` tells the server whose turn it is. A recorded load with long tails: held-out SWE
+compared; `forced_gamma.py` sets the arm of the server. A recorded load with long tails: held-out SWE
 prompts, which the draft was trained for, and reasoning tasks, which it was not; lengths are drawn once
 (log-normal, seeded, part of the result) and exact, so every arm makes the same tokens. At most `batch`
 requests run at once, --queued times as many are asked for, and the last ones run ever more alone. Cells of

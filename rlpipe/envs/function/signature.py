@@ -1,4 +1,4 @@
-"""Tells the forms of reward functions apart by the names of their parameters.
+"""Recognises the form of a reward function by the names of their parameters.
 
 | form | called by name with                                            | per    | returns               |
 |------|-----------------------------------------------------------------|--------|-----------------------|
