@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rlpipe graft",
         description="Write a copy of a dense model (llama, mistral, qwen2, qwen3) with an MTP layer: its "
-        "last decoder layer behind a projection fitted by least squares on sequences of the model. "
+        "last decoder layer after a projection fitted by least squares on sequences of the model. "
         "`rlpipe run +recipe=mtp_adapt model.path=OUT` trains it further.",
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory, or the name of a fetched model")

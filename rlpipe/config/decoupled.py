@@ -73,8 +73,8 @@ class DecoupledConfig:
 
         if self.correction.is_obrs or self.correction is Correction.USER:
             raise ValueError(
-                f"decoupled.correction={self.correction}: the actor is corrected for its own staleness "
-                "alone. Set decoupled.correction=tis_token; what corrects the policy is algo.correction."
+                f"decoupled.correction={self.correction}: the actor is corrected only for its own "
+                "staleness. Set decoupled.correction=tis_token; what corrects the policy is algo.correction."
             )
 
     @property

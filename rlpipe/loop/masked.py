@@ -77,7 +77,7 @@ class MaskedAttempts:
         cause, times = causes.most_common(1)[0]
         return (
             f"{masked} of the last {window} attempts were masked (run.max_masked_share={self._share}), "
-            f"{times} of them by: {cause}. Correct it (attempt_masked in events.jsonl names its place) and "
+            f"{times} of them by: {cause}. Correct it (attempt_masked in events.jsonl has its location) and "
             "run again; it continues from the last step that was trained."
         )
 

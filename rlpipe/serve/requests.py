@@ -116,7 +116,7 @@ def string_of(value: Any, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ApiError(400, f"{where} holds half a surrogate pair, which is no text.") from None
+        raise ApiError(400, f"{where} holds half a surrogate pair, which is not valid text.") from None
     return value
 
 

@@ -122,8 +122,8 @@ def check_supported(
         )
     if without_plugin and not family_of(target).draft_on_cpu:
         raise ValueError(
-            f"spec.mode={spec.mode}: SGLang's MTP draft of a {target['model_type']!r} starts on a CPU with "
-            "rlpipe's plugin alone. Set rollout.sglang.plugin=true, rollout=embedded, or spec.mode=none."
+            f"spec.mode={spec.mode}: SGLang's MTP draft of a {target['model_type']!r} starts on a CPU only "
+            "with rlpipe's plugin. Set rollout.sglang.plugin=true, rollout=embedded, or spec.mode=none."
         )
 
 

@@ -35,7 +35,7 @@ def gpu_loop(r: Any) -> str:
     ]
     ratio = mean(arms["none"]["generation_s"]) / mean(arms["rejection"]["generation_s"])
     return table(["", "generation, s", "weight update, s", "step, s", "tokens/s"], rows) + (
-        f"\n\nTwo steps each, 1.5B parameters, server and trainer on one card, weights by disk. Without "
+        f"\n\nTwo steps each, 1.5B parameters, server and trainer on one GPU, weights by disk. Without "
         f"drafts generation takes {ratio:.2f} times as long. Not repeated since."
     )
 
