@@ -131,8 +131,8 @@ def batches(texts: Sequence[Text], *, seed: int, steps: int, batch: int) -> Iter
 def train(drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: float) -> list[list[float]]:
     """Train by AdamW after three steps of warm-up, on the texts of each step.
 
-    Returns the acceptance [steps, K] of each step's texts before the update: while no text has come twice,
-    that of texts the draft has not seen.
+    Returns the acceptance [steps, K] of each step's texts, measured before the update on them. Until texts
+    repeat, these are texts that the draft has not seen.
     """
     weights, curve = list(drafts.weights.values()), []
     optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)

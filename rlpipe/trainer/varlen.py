@@ -7,8 +7,9 @@ lengths, which are stored one after the other and separated by their bounds:
     siblings to their context   full       queries b b c c c | d d   ...     keys: p p p p | p p a a ...
 
 Nothing is padded. Keys of a context are copied once for all branches that follow the same tokens, and their
-gradients are added where the copies came from. Calls the operators of ATen that `torch.nn.attention.varlen`
-calls: that function gives its own normaliser to its gradient, and a part needs the one over all keys.
+gradients are added where the copies came from. The module calls the same operators of ATen as
+`torch.nn.attention.varlen`, but directly: the gradient of a part needs the normaliser over all keys, and that
+function passes the normaliser of the part.
 """
 
 from __future__ import annotations

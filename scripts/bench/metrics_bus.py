@@ -3,7 +3,7 @@
 A report is one `emit` of one value, from one thread, with a JSONL file, a trace and an events file attached;
 a step is committed after every 1,000 reports. Goal: 100,000 reports a second. Arms in the same run: a whole
 dict of 40 values per emit (what an actor sends), a distribution per emit, and a dict without the bus (the
-baseline: what merging costs by itself). Seconds are of CPU, only of the emitting thread.
+baseline: what merging costs by itself). Seconds are CPU seconds of the emitting thread.
 
 The page is made of a synthetic run of 1,000 steps with 4,000 recorded trajectories; goals: 20 s, 10 MB.
 

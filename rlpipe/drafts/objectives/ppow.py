@@ -107,10 +107,10 @@ def missing_term(
 
         (1 - 1/G) R(d) / (std + delta).
 
-    The mean of A holds the window's own reward, which shrinks the score term by 1 - 1/G, and this term with
-    it. The sum is the gradient of E[R], except the division by a standard deviation that is sampled as well,
-    and for the anchor's weight that it makes. rewards: [W, G]. gap: [W, G] of `proximity_gap`, nats. The
-    others: [W, G, K(, V)]. draft_cost: of a drafted token, in verify steps.
+    The factor 1 - 1/G is there because the mean of A contains the window's own reward, which shrinks PPOW's
+    term by the same factor. The sum of the two terms is the gradient of E[R], divided by a standard deviation
+    that is itself sampled and so weighs the anchors. rewards: [W, G]. gap: [W, G] of `proximity_gap`, nats.
+    The others: [W, G, K(, V)]. draft_cost: of a drafted token, in verify steps.
     """
     accept = (logprobs_of(target_logprobs, tokens) - logprobs_of(draft_logprobs, tokens)).clamp(max=0).exp()
     expected = expected_reward(

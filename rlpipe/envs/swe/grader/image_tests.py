@@ -96,10 +96,10 @@ class _Outcomes:
         return 0
 
     def names(self, tests):
-        """Return names under which a list of tests may have them.
+        """Return all names that tests may have in a list of required tests.
 
-        Lists of kind `files` come from printed lines, which have a name up to a blank, or only the function's
-        name.
+        A list of kind `files` was read from printed lines, which contain the name up to its first blank, or
+        only the function's name.
         """
         if self._kind != "files":
             return tests
