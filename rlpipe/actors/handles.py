@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from rlpipe.diagnosis.probe import ProbeTable
 from rlpipe.metrics.values import Value
 from rlpipe.types import GenerateRequest, GenerateResult, Group, Trajectory
-from rlpipe.weights.payload import WeightPayload
 
 if TYPE_CHECKING:
     from rlpipe.drafts.loss.stats import MtpStats
     from rlpipe.drafts.tables import Table
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.offer import BroadcastResult, Member, Rendezvous
+    from rlpipe.weights.payload import WeightPayload
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -9,6 +9,8 @@ or the trainer sends them itself: its first rank to all SGLang servers at once
 cluster.share_gpus). When a trainer rank dies or hangs, all ranks are ended and
 `TrainerLost` is raised; `rebuild_trainer` starts new ones, which then load a checkpoint. With run.half=train
 there are no workers, with run.half=rollout no ranks.
+
+Imports no torch: this process, which starts the actors, computes nothing with tensors.
 """
 
 from __future__ import annotations
@@ -34,14 +36,12 @@ from rlpipe.loop.cluster_protocol import Cluster, TrainerLost
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.preflight.object_store import check_store
 from rlpipe.types import Group, Prompt, Trajectory
-from rlpipe.weights.offer import Member, Offer, Rendezvous
-from rlpipe.weights.payload import unpack_weights
 
 if TYPE_CHECKING:
     import torch
 
     from rlpipe.weights.buckets import Bucket
-    from rlpipe.weights.offer import BroadcastResult
+    from rlpipe.weights.offer import BroadcastResult, Member, Rendezvous
 
 T = TypeVar("T")
 
@@ -216,6 +216,8 @@ class RayCluster(Cluster):
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
         """Publish the copy from the trainer to all servers, past this process and the object store."""
+        from rlpipe.weights.offer import Offer
+
         answers = await self._workers.call_all(lambda worker: worker.membership.remote(), serving=True)
         members = [member for member in answers if member.server]  # a server that is down is not waited for
 
@@ -449,6 +451,8 @@ async def _fetch_weights(
 
     broadcast: the reference of their broadcast, which has to end first.
     """
+    from rlpipe.weights.payload import unpack_weights
+
     failure = f"does not give out version {version}"
     await _answer_of_trainer(failure, broadcast)
     payload = _on(_SENDING, trainer.newest).remote(version)

@@ -2,7 +2,8 @@
 
 A plain class: Ray wraps it in an actor, the inline cluster uses it as it is. All methods are
 coroutines, so one event loop serves any number of groups at once while the engine's own thread
-decodes. Weight updates happen between two decode steps.
+decodes. Weight updates happen between two decode steps. The driver imports this module too: torch is
+imported by the constructor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlpipe.actors.engines import make_engine
 from rlpipe.actors.network import choose_interface
-from rlpipe.algo.correction import top_logprobs
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
@@ -34,18 +34,20 @@ from rlpipe.rollout.kv_budget import KvBudget
 from rlpipe.rollout.relay import RelayEngine
 from rlpipe.serve.server import AgentServer
 from rlpipe.types import GenerateRequest, GenerateResult, Group, Prompt, Trajectory
-from rlpipe.weights.payload import WeightPayload, unpack_weights
 from rlpipe.weights.protocols import ReceivesBroadcasts
 
 if TYPE_CHECKING:
     from rlpipe.envs.base import Suite
     from rlpipe.weights.offer import Member, Offer
+    from rlpipe.weights.payload import WeightPayload
 
 
 class RolloutWorker:
     """Owns its engine and sandbox; `close` frees both. number: of this worker in the run, from 0."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
+        from rlpipe.algo.correction import top_logprobs
+
         choose_interface(config)
         busy = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}
         self._number = number
@@ -151,6 +153,8 @@ class RolloutWorker:
 
     async def update_weights(self, payload: WeightPayload) -> dict[str, Value]:
         """Load a new version, served from the next decode step on; return bytes and seconds."""
+        from rlpipe.weights.payload import unpack_weights
+
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=payload.version):
             weights = unpack_weights(payload)

@@ -1,7 +1,8 @@
 """A trainer rank: groups in, one optimizer step, weights out.
 
 A plain class: Ray wraps one per rank, the inline cluster uses one directly. Every rank receives
-all groups and packs them identically; the packing assigns the micro-batches to ranks.
+all groups and packs them identically; the packing assigns the micro-batches to ranks. The driver imports this
+module too: torch is imported by the constructor.
 """
 
 from __future__ import annotations
@@ -14,25 +15,22 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlpipe.actors.network import choose_interface
-from rlpipe.actors.trainers import make_trainer, train_alongside
 from rlpipe.algo.advantage import compute_advantages
-from rlpipe.algo.correction import make_rule, token_data
 from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.probe import COLUMNS, ProbeTable
 from rlpipe.drafts.kinds import DRAFTERS
-from rlpipe.drafts.tables import Table, as_candidates, guesses_of, lookup_table
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Value, stats
-from rlpipe.trainer.runtime import open_address
 from rlpipe.types import Group, Trajectory
-from rlpipe.weights.payload import WeightPayload, pack_weights
 
 if TYPE_CHECKING:
     from rlpipe.drafts.standalone_trainer import DraftTrainer, SavingDraft
+    from rlpipe.drafts.tables import Table
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.offer import BroadcastResult, Rendezvous
+    from rlpipe.weights.payload import WeightPayload
     from rlpipe.weights.protocols import ExportsWeights
     from rlpipe.weights.sender import WeightSender
 
@@ -41,6 +39,8 @@ class TrainerWorker:
     """Rank `rank` of `world_size`; `start` joins the process group."""
 
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
+        from rlpipe.algo.correction import make_rule
+
         choose_interface(config)
         self._config = config
         self._rank, self._world_size = rank, world_size
@@ -55,10 +55,14 @@ class TrainerWorker:
 
     def address(self, host: str = "127.0.0.1") -> str | None:
         """Return where rank 0 waits for the others; host: its address. None with a single rank."""
+        from rlpipe.trainer.runtime import open_address
+
         return open_address(host, world_size=self._world_size) if self._world_size > 1 else None
 
     def start(self, master: str | None = None) -> None:
         """Build the model and join the other ranks at `master`."""
+        from rlpipe.actors.trainers import make_trainer
+
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
@@ -91,6 +95,8 @@ class TrainerWorker:
 
     def _step(self, groups: list[Group]) -> dict[str, Value]:
         """Train on the groups of one step; return its metrics."""
+        from rlpipe.algo.correction import token_data
+
         started = time.monotonic()
         config = self._config
         advantages = compute_advantages(groups, config.algo)
@@ -176,6 +182,8 @@ class TrainerWorker:
 
     def _lookup_tables(self, trajectories: list[Trajectory]) -> list[Table | None]:
         """Look up what the drafter guesses in the texts, and have the target score it."""
+        from rlpipe.drafts.tables import as_candidates, guesses_of, lookup_table
+
         spec = self._config.spec
         drafter = DRAFTERS[spec.drafter].guess
         assert drafter is not None, spec.drafter
@@ -190,6 +198,8 @@ class TrainerWorker:
 
     def _make_draft_trainer(self) -> DraftTrainer:
         """Make the trainer of a draft with a directory of its own."""
+        from rlpipe.actors.trainers import train_alongside
+
         spec = self._config.spec
         make_trainer = DRAFTERS[spec.drafter].make_trainer
         assert make_trainer is not None, spec.drafter
@@ -218,6 +228,8 @@ class TrainerWorker:
 
         With a decoupled actor, the weights of the policy are included for versions that are validated.
         """
+        from rlpipe.weights.payload import pack_weights
+
         with self._spans.lane() as lane, lane.span("sync", version=version):
             judged = None
             if self._config.decoupled.active and self._config.validates(version):

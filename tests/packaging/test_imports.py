@@ -23,6 +23,16 @@ def lint(folder):
     return subprocess.run(LINT, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+def loaded_libraries(modules):
+    """Import modules in a new process; return the top-level names of all that it loads."""
+    code = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return {name.split(".")[0] for name in json.loads(result.stdout)}
+
+
 def contracts():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
@@ -90,13 +100,12 @@ def test_a_planted_import_breaks_a_contract(tmp_path, module, statement):
 def test_types_config_metrics_and_report_load_no_heavy_library():
     metrics = [f"rlpipe.metrics.{m.name}" for m in pkgutil.iter_modules(rlpipe.metrics.__path__)]
     modules = ["rlpipe.types", "rlpipe.models.checkpoint", "rlpipe.config.run", "rlpipe.report", *metrics]
-    code = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    loaded = {name.split(".")[0] for name in json.loads(result.stdout)}
-    assert not loaded & HEAVY
+    assert not loaded_libraries(modules) & HEAVY
+
+
+def test_the_driver_of_a_ray_run_loads_no_library_of_its_actors():
+    driver = ["rlpipe.cli.run", "rlpipe.launch", "rlpipe.actors.ray_cluster", "rlpipe.actors.pool"]
+    assert not loaded_libraries(driver) & (HEAVY - {"ray"})
 
 
 def test_a_trainer_on_a_cpu_imports_megatron_without_a_compiler_and_without_wandb():
