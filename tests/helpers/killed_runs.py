@@ -97,8 +97,12 @@ class Run:
         return found
 
     def process_called(self, name):
-        (found,) = [p for p in marked_processes(self.marker) if p.name() == name]
-        return found
+        found = []
+        for process in marked_processes(self.marker):
+            with suppress(psutil.NoSuchProcess):  # commands of the sandbox end at any time
+                found += [process] if process.name() == name else []
+        (only,) = found
+        return only
 
     def left(self):
         """Processes of the run, and what they held, its folders and groups."""
