@@ -10,8 +10,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -53,17 +54,36 @@ def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "rlpipe.run", *overrides]
 
 
+def starts_ray(overrides: Sequence[str]) -> bool:
+    """Whether a run with overrides is on Ray: by its setting, else by its recipe."""
+    for one in overrides:
+        if one.startswith("cluster="):
+            return one != "cluster=inline"
+    return not any(one.removeprefix("+recipe=") in _inline_recipes() for one in overrides)
+
+
+@cache
+def _inline_recipes() -> frozenset[str]:
+    """Names of the recipes, and of those that begin with one of them, that run in one process."""
+    texts = {path.stem: path.read_text() for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
+    names = {name for name, text in texts.items() if "override /cluster: inline" in text}
+    return frozenset(
+        names | {name for name, text in texts.items() for other in names if f"- {other}\n" in text}
+    )
+
+
 def run(
-    *overrides: str, cwd: Path, timeout: float = 300, fresh: bool = False, **extra: str
+    *overrides: str, cwd: Path, timeout: float = 300, fresh: bool | None = None, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; a run without Ray in a process that has its imports already.
 
-    fresh: in a new interpreter, so that the output has what libraries say when they are imported.
+    fresh: in a new interpreter, so that the output has what libraries say when they are imported. False also
+    for a run with Ray, of which it is known that it starts nothing.
     """
-    cluster = next((one for one in overrides if one.startswith("cluster=")), None)
-    inline = cluster == "cluster=inline" or (cluster is None and "+recipe=mtp_adapt" in overrides)
-    if inline and not fresh:
-        return run_command(overrides, cwd=cwd, environment=environment(**extra), timeout=timeout)
+    if fresh is None:
+        fresh = starts_ray(overrides)
+    if not fresh:
+        return run_command(["run", *overrides], cwd=cwd, environment=environment(**extra), timeout=timeout)
     return subprocess.run(
         command(*overrides),
         cwd=cwd,

@@ -44,15 +44,16 @@ def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -
 
 
 def run_command(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
+    words: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """`rlpipe run` with arguments, run to its end, without the seconds that its imports take.
+    """`rlpipe` with words, run to its end, without the seconds that its imports take.
 
+    Not for a run with Ray: a process that is forked has imported it before the run could give it a token.
     Raises subprocess.TimeoutExpired.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        told = list(arguments), dict(environment), str(cwd), list(map(str, outputs))
+        told = list(words), dict(environment), str(cwd), list(map(str, outputs))
         child = SERVER.Process(target=_command, args=told)
         child.start()
         child.join(timeout)
@@ -101,7 +102,7 @@ def started_command(
                 words, cwd=cwd, env=dict(environment), stdout=output, stderr=output, start_new_session=True
             )
     else:
-        told = list(arguments), dict(environment), str(cwd), list(map(str, outputs))
+        told = ["run", *arguments], dict(environment), str(cwd), list(map(str, outputs))
         child = SERVER.Process(target=_command, args=told)
         child.start()
     started = Started(child, outputs)
@@ -112,7 +113,7 @@ def started_command(
         started.join(60)
 
 
-def _command(arguments: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:
+def _command(words: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:
     """Be the interpreter: its streams, its environment, its end."""
     for number, path in enumerate((os.devnull, *outputs)):
         flags = os.O_CREAT | os.O_WRONLY if number else os.O_RDONLY
@@ -120,9 +121,11 @@ def _command(arguments: list[str], environment: dict[str, str], folder: str, out
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    from rlpipe.cli.run import main
+    from rlpipe.cli.main import main
 
-    sys.argv, sys.path[0:0] = ["rlpipe run", *arguments], [folder]
+    # As `python -m` does, and as `rlpipe` makes of it: the current folder, behind installed packages.
+    sys.argv = ["rlpipe", *words]
+    sys.path.append(folder)
     status: object = 1
     try:
         status = main()

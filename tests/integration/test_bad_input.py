@@ -11,7 +11,8 @@ pytestmark = pytest.mark.integration
 
 
 def refused(tmp_path, *overrides, **extra) -> str:
-    result = run("+recipe=swe_rl", f"run.dir={tmp_path}/run", *overrides, cwd=tmp_path, timeout=60, **extra)
+    arguments = ["+recipe=swe_rl", f"run.dir={tmp_path}/run", *overrides]
+    result = run(*arguments, cwd=tmp_path, timeout=60, fresh=False, **extra)
     assert result.returncode != 0
     assert "Traceback" not in result.stderr, result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -56,7 +57,7 @@ def test_missing_sandbox_tool_names_the_package(tmp_path):
 
 def test_checkpoint_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    result = run("+recipe=swe_rl", f"run.dir={tmp_path}/file/run", cwd=tmp_path, timeout=60)
+    result = run("+recipe=swe_rl", f"run.dir={tmp_path}/file/run", cwd=tmp_path, timeout=60, fresh=False)
     assert result.returncode != 0
     assert "not writable" in result.stderr and "run.dir" in result.stderr and "Traceback" not in result.stderr
 

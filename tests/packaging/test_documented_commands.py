@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,6 +25,7 @@ from rlpipe.config.run import Config
 from rlpipe.preflight.settings import check
 from tests.helpers.cli import ROOT
 from tests.helpers.documents import DOCUMENTS, Command, commands, prose
+from tests.helpers.processes import run_command
 
 pytestmark = pytest.mark.packaging
 HOURS = "hours of runs; its parts are tested with the recipe"
@@ -113,9 +112,8 @@ def execute(words: tuple[str, ...], folder: Path) -> str:
     home = folder / "home"
     home.mkdir(exist_ok=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-    )
+    # Here no run is on Ray.
+    done = run_command(words[1:], cwd=folder, environment=env, timeout=300)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout
 

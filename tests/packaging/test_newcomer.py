@@ -11,14 +11,31 @@ import pytest
 
 from rlpipe.envs.function.ready import READY
 from rlpipe.models import FAMILIES
-from tests.helpers.cli import ROOT
+from tests.helpers.cli import ROOT, starts_ray
 from tests.helpers.openenv_server import WALK_SCHEMA, openenv_server, walk
+from tests.helpers.processes import run_command
 
 pytestmark = pytest.mark.packaging
 
 
 def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+
+
+def executed(line, folder, home):
+    """What a command printed that a newcomer typed, with an empty HOME."""
+    words = shlex.split(line)
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    is_on_ray = words[1] == "run" and "--cfg" not in words and starts_ray(words)
+    if words[0] == "rlpipe" and not is_on_ray:
+        done = run_command(words[1:], cwd=folder, environment=env, timeout=300)
+    else:
+        command = words[1:] if words[0] == "python" else ["-m", *words]
+        done = subprocess.run(
+            [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
 def play(tmp_path, page, file, *overrides):
@@ -28,22 +45,7 @@ def play(tmp_path, page, file, *overrides):
     folder.mkdir()
     home.mkdir()
     (folder / file).write_text(code)
-    words = shlex.split(command.replace("\\\n", " "))
-    assert words[:2] == ["rlpipe", "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", *words, *overrides],
-        cwd=folder,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    executed(shlex.join([*shlex.split(command.replace("\\\n", " ")), *overrides]), folder, home)
     return folder
 
 
@@ -54,7 +56,6 @@ def follow(page, folder, home, replaced=()):
     commands, such as an address, by others.
     """
     home.mkdir()
-    env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed = []
     pattern = r"(?:`([\w/]+\.\w+)`:\n\n)?```(\w+)\n(.*?)```"
     for name, language, body in re.findall(pattern, (ROOT / "docs" / page).read_text(), flags=re.DOTALL):
@@ -65,20 +66,9 @@ def follow(page, folder, home, replaced=()):
         for line in body.replace("\\\n", " ").splitlines():
             for old, new in dict(replaced).items():
                 line = line.replace(old, new)
-            words = shlex.split(line)
-            if words[0] == "hf" or "+recipe=eagle3" in words or "+recipe=swe_rl" in words:
+            if line.startswith("hf ") or "+recipe=eagle3" in line or "+recipe=swe_rl" in line:
                 continue  # a download; and drafts, whose own recipe is tested
-            command = words[1:] if words[0] == "python" else ["-m", *words]
-            done = subprocess.run(
-                [sys.executable, *command],
-                cwd=folder,
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-            printed.append(done.stdout)
+            printed.append(executed(line, folder, home))
     return printed
 
 
@@ -154,9 +144,8 @@ def test_the_page_names_every_model_family(tmp_path):
     assert set(re.findall(r"`(\w+)`", row)) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("cluster", ["ray", "inline"])
-def test_the_page_alone_leads_to_a_run_with_an_own_environment_and_reward(tmp_path, cluster):
-    given = [f"cluster={cluster}", "metrics.wandb=off", "val.instances=4"]
+def test_the_page_alone_leads_to_a_run_with_an_own_environment_and_reward(tmp_path):
+    given = ["cluster=inline", "metrics.wandb=off", "val.instances=4"]
     run = play(tmp_path, "own_environment.md", "my_env.py", *given) / "runs" / "spelling"
     records = metrics(run)
     rewards = [r["critic/rewards/mean"] for r in records if "critic/rewards/mean" in r]

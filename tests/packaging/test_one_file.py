@@ -1,6 +1,7 @@
 """What CONTRIBUTING promises: a new one of each kind of thing is a file or two and rows."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from tests.helpers.cli import ROOT, SMALL, environment
+from tests.helpers.processes import in_a_process
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.packaging
@@ -403,8 +405,21 @@ def run(folder, code, *arguments):
     )
 
 
+def unchanged(folder, code, *arguments):
+    """The error of the code on rlpipe as it is, in a process that has its imports already."""
+
+    def work():
+        os.chdir(folder)
+        os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = ["-c", *arguments]
+        exec(code, {"__name__": "__main__"})
+
+    assert in_a_process(work)
+    return (folder / "stderr").read_text()
+
+
 def test_a_function_and_its_rows_are_an_objective(package):
-    assert "squared" in run(package, CHECK).stderr
+    assert "squared" in unchanged(package, CHECK)
     add_rows(package, OBJECTIVE_ROWS)
     done = run(package, CHECK)
     assert done.returncode == 0, done.stderr
@@ -412,7 +427,7 @@ def test_a_function_and_its_rows_are_an_objective(package):
 
 def test_a_file_and_its_rows_are_a_drafter(package):
     model = str(write_random_checkpoint(package / "model", "qwen2"))
-    assert "echo" in run(package, DECODE, model).stderr
+    assert "echo" in unchanged(package, DECODE, model)
     (package / "rlpipe/drafts/kinds/echo.py").write_text(DRAFTER)
     add_rows(package, DRAFTER_ROWS)
     done = run(package, DECODE, model)
@@ -470,7 +485,7 @@ def test_a_file_a_name_and_a_row_are_a_rollout_engine(package):
 def test_a_file_a_name_and_a_row_are_a_weight_transport(package):
     """It brings a model to a server bit for bit, and the canary sees one tensor that differs."""
     model = str(ROOT / "models/tiny")
-    assert "'body'" in run(package, SEND, model).stderr
+    assert "'body'" in unchanged(package, SEND, model)
     (package / "rlpipe/weights/transports/body.py").write_text(TRANSPORT)
     edit(package, TRANSPORT_EDITS)
     done = run(package, SEND, model)
@@ -497,7 +512,7 @@ def test_a_file_a_name_a_row_and_a_group_of_settings_are_an_environment(package)
         r"```python\n(.*?)```", (ROOT / "docs/own_environment.md").read_text(), flags=re.DOTALL
     )
     shutil.copytree(ROOT / "configs", package / "configs")
-    assert "spelling" in run(package, PLAY).stderr
+    assert "spelling" in unchanged(package, PLAY)
     (package / "rlpipe/envs/spelling.py").write_text(code)
     (package / "configs/env/spelling.yaml").write_text("# @package env\nname: spelling\nmax_turns: 1\n")
     edit(package, ENVIRONMENT_EDITS)
@@ -507,7 +522,7 @@ def test_a_file_a_name_a_row_and_a_group_of_settings_are_an_environment(package)
 
 def test_a_row_is_a_metric(package):
     """It is reduced by its kind and stands on the page; without the row its name is refused."""
-    assert "critic/surprise" in run(package, EMIT).stderr
+    assert "critic/surprise" in unchanged(package, EMIT)
     add_rows(package, METRIC_ROW)
     done = run(package, EMIT)
     assert done.returncode == 0, done.stderr
