@@ -20,42 +20,35 @@ def victim(marker, actor):
     return found
 
 
-def test_a_killed_rollout_worker_is_replaced_and_a_killed_trainer_continues_from_its_checkpoint(tmp_path):
-    process, marker = start(*LONG, cwd=tmp_path, lines=2)
+def test_killed_and_hung_workers_and_trainers_are_replaced_until_the_next_run_continues(tmp_path):
+    """Both are killed, then both hang. A trainer that is lost once more than is allowed ends the run."""
+    settings = ["cluster.hang_s=20", "cluster.max_trainer_restarts=2"]
+    process, marker = start(*LONG, *settings, cwd=tmp_path, lines=2)
     victim(marker, "RolloutWorker").kill()
-    wait_for(process, tmp_path, "rollout_worker_died", lines=5)
-    victim(marker, "TrainerWorker").kill()
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output
-    assert len(events(tmp_path, "trainer_died")) == len(events(tmp_path, "trainer_restarted")) == 1
-    (resumed,) = events(tmp_path, "resumed")
-    assert resumed["step"] >= 2 and events(tmp_path, "end")[0]["outcome"] == "done"
-    assert len(events(tmp_path, "rollout_worker_died")) == 1, "the engines go on when the trainer dies"
-    check_the_end(tmp_path)
-
-
-def test_a_hung_rollout_worker_and_a_hung_trainer_are_killed_and_replaced(tmp_path):
-    process, marker = start(*LONG, "cluster.hang_s=20", cwd=tmp_path, lines=2)
-    victim(marker, "RolloutWorker").send_signal(signal.SIGSTOP)
     wait_for(process, tmp_path, "rollout_worker_died", lines=4)
-    victim(marker, "TrainerWorker").send_signal(signal.SIGSTOP)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    assert len(events(tmp_path, "rollout_worker_hung")) >= 1
-    assert len(events(tmp_path, "rollout_worker_died")) == 1
-    assert len(events(tmp_path, "trainer_hung")) == len(events(tmp_path, "trainer_restarted")) == 1
-    check_the_end(tmp_path)
-
-
-def test_where_no_restart_is_allowed_a_killed_trainer_ends_the_run_and_the_next_one_continues_it(tmp_path):
-    process, marker = start(*LONG, "cluster.max_trainer_restarts=0", cwd=tmp_path, lines=5)
     victim(marker, "TrainerWorker").kill()
-    output, _ = process.communicate(timeout=180)
+    wait_for(process, tmp_path, "resumed", lines=4)
+    (resumed,) = events(tmp_path, "resumed")
+    assert resumed["step"] >= 2
+    assert len(events(tmp_path, "rollout_worker_died")) == 1, "the engines go on when the trainer dies"
+
+    victim(marker, "RolloutWorker").send_signal(signal.SIGSTOP)
+    wait_for(process, tmp_path, "rollout_worker_died", lines=5, times=2)
+    victim(marker, "TrainerWorker").send_signal(signal.SIGSTOP)
+    wait_for(process, tmp_path, "resumed", lines=5, times=2)
+
+    victim(marker, "TrainerWorker").kill()
+    output, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, None), output
-    assert len(events(tmp_path, "trainer_died")) == 1
+    assert len(events(tmp_path, "rollout_worker_hung")) >= 1
+    assert len(events(tmp_path, "rollout_worker_died")) == 2
+    assert len(events(tmp_path, "trainer_hung")) == 1 and len(events(tmp_path, "trainer_died")) == 2
+    assert len(events(tmp_path, "trainer_restarted")) == 2
+
     again = run(*LONG, "cluster=inline", "run.dir=out", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert len(events(tmp_path, "resumed")) == 1
+    assert [event["outcome"] for event in events(tmp_path, "end")] == ["failed", "done"]
+    assert len(events(tmp_path, "resumed")) == 3
     check_the_end(tmp_path)
 
 

@@ -21,10 +21,12 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def wait_for(process: subprocess.Popen[str], directory: Path, kind: str, *, lines: int) -> None:
-    """Wait until a run has reported an event of that kind, and its metrics have so many lines."""
+def wait_for(
+    process: subprocess.Popen[str], directory: Path, kind: str, *, lines: int, times: int = 1
+) -> None:
+    """Wait until a run has reported so many events of that kind, and its metrics have so many lines."""
     metrics, until = directory / "out" / "metrics.jsonl", time.monotonic() + 180
-    while not events(directory, kind) or metrics.read_text().count("\n") < lines:
+    while len(events(directory, kind)) < times or metrics.read_text().count("\n") < lines:
         assert process.poll() is None and time.monotonic() < until, f"no {kind}, or no {lines} lines"
         time.sleep(0.1)
 

@@ -1,6 +1,7 @@
 """The main job, small: real Megatron, verl, engine and sandbox, with and without Ray."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -28,13 +29,30 @@ def steps(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("cluster", ["inline", "ray"])
-def test_the_main_job_runs_and_leaves_its_files(tmp_path, cluster):
-    result = run("+recipe=swe_rl", f"cluster={cluster}", "run.dir=out", *SMALL, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def inline_run(tmp_path_factory):
+    """The folder of a finished run of two steps."""
+    folder = tmp_path_factory.mktemp("inline_run")
+    result = run("+recipe=swe_rl", "cluster=inline", "run.dir=out", *SMALL, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "report" in result.stdout
+    return folder
+
+
+def test_the_main_job_runs_and_leaves_its_files(inline_run):
+    check_files_and_records(inline_run)
+
+
+def test_the_main_job_runs_on_ray(tmp_path):
+    result = run("+recipe=swe_rl", "cluster=ray", "run.dir=out", *SMALL, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "report" in result.stdout
+    check_files_and_records(tmp_path)
+
+
+def check_files_and_records(tmp_path):
     missing = [name for name in FILES if not (tmp_path / "out" / name).exists()]
     assert not missing, missing
-    assert "report" in result.stdout
     records = steps(tmp_path / "out")
     assert [r["training/global_step"] for r in records] == [0, 1, 2]
     last = records[-1]
@@ -59,9 +77,9 @@ def test_the_main_job_runs_and_leaves_its_files(tmp_path, cluster):
         assert records[1]["training/rollout_probs_diff_max"] < 1e-4
 
 
-def test_a_finished_run_directory_is_resumed_to_more_steps(tmp_path):
+def test_a_finished_run_directory_is_resumed_to_more_steps(inline_run, tmp_path):
+    shutil.copytree(inline_run, tmp_path, dirs_exist_ok=True)
     base = ["+recipe=swe_rl", "cluster=inline", "run.dir=out", *SMALL]
-    assert run(*base, cwd=tmp_path).returncode == 0
     again = run(*base, "run.steps=3", cwd=tmp_path, fresh=True)
     assert again.returncode == 0, again.stderr
     assert "mini-swe-agent" not in again.stdout + again.stderr  # the banner of a library
