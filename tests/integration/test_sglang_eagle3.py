@@ -32,6 +32,7 @@ from tests.helpers.engines import generate, recomputed, request, transformers_lo
 from tests.helpers.goodness_of_fit import Law
 from tests.helpers.sglang import GAMMA, configured, lossy, needs_sglang, perturbed, repaired, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
+from tests.integration import test_sglang_stock as stock
 
 pytestmark = pytest.mark.integration
 VOCAB, DEPTH, SAMPLES, TOKENS = 6, 3, 1_200, 40
@@ -264,6 +265,13 @@ def test_drafts_of_a_reduced_vocabulary_are_accepted_as_often_as_in_the_embedded
     assert {t for result in theirs for step in result.drafts for t in step.tokens} == set(KNOWN)
     assert all(min(step.draft_probs) > 0 for result in theirs for step in result.drafts)
     assert np.abs(acceptance_scores(theirs, ours)).max() < normal_quantile(1e-4 / (2 * GAMMA))
+
+
+def test_acceptance_and_tokens_are_those_of_a_stock_server(served, target, start, tmp_path):
+    """As in test_sglang_stock.py, with the draft of EAGLE-3."""
+    played = stock.play(target, tmp_path, draft=start, plugin=served)
+    stock.check_acceptance(played)
+    stock.check_first_tokens(played)
 
 
 def test_a_run_co_trains_the_draft_that_its_server_drafts_with(tmp_path):

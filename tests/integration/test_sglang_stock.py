@@ -1,6 +1,7 @@
 """Servers with the plugin, stock servers and the embedded engine accept as many drafts and emit one law."""
 
 import asyncio
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ from rlpipe.certify.statistics import normal_quantile, normal_score
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.embedded import EmbeddedEngine
-from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import request, transformers_logits
 from tests.helpers.goodness_of_fit import Law, g_statistic
 from tests.helpers.sglang import GAMMA, running_server
@@ -18,7 +18,7 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.integration.test_sglang_engine import acceptance, depth_scores
 
 pytestmark = pytest.mark.integration
-VOCAB, DEPTH, PROMPT, LAYERS = 6, 3, [2, 0, 4, 1], [0, 1, 2]
+VOCAB, DEPTH, PROMPT = 6, 3, [2, 0, 4, 1]
 TURNS, TOKENS, AT_ONCE, ALPHA = 256, 40, 64, 1e-4
 ENGINES = "plugin", "stock", "embedded"
 
@@ -43,30 +43,45 @@ def ask(engine, turns):
     return asyncio.run(run())
 
 
-def play(folder, drafter, turns=TURNS):
-    """All three engines with one random model of six tokens and one random draft of it."""
-    shape = {"vocab": VOCAB, "layers": 4, "scale": 0.3, "head_scale": 0.3}
-    target = write_random_checkpoint(folder / "target", "mimo", **shape)
-    draft = write_random_draft(folder / "draft", target, layers=LAYERS) if drafter == "eagle3" else None
+def play(target, folder, *, draft=None, plugin=None):
+    """All three engines with one random model of six tokens and one draft of it.
+
+    draft: directory of an EAGLE-3 draft; None for the model's MTP layer. plugin: a server that runs already.
+    """
+    servers = {
+        "plugin": nullcontext(plugin) if plugin else running_server(target, folder / "plugin", draft=draft),
+        "stock": running_server(target, folder / "stock", draft=draft, plugin=False),
+    }
     results = {}
-    for name in ENGINES[:2]:
-        with running_server(target, folder / name, draft=draft, plugin=name == "plugin") as engine:
-            results[name] = ask(engine, turns)
+    for name, server in servers.items():
+        with server as engine:
+            results[name] = ask(engine, TURNS)
+    drafter = "mtp" if draft is None else "eagle3"
     spec = SpecConfig(gamma=GAMMA, drafter=drafter, draft_path=str(draft or ""))
     engine = EmbeddedEngine(RolloutConfig(max_running=32, max_context=64, device="cpu"), spec, target)
     try:
-        results["embedded"] = ask(engine, turns)
+        results["embedded"] = ask(engine, TURNS)
     finally:
         engine.close()
     return Played(results, transformers_logits(target))
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3"])
-def played(request, tmp_path_factory):
-    return play(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """By the MTP layer; by an EAGLE-3 draft in test_sglang_eagle3.py, which has such a server."""
+    folder, shape = tmp_path_factory.mktemp("mtp"), {"layers": 4, "scale": 0.3, "head_scale": 0.3}
+    return play(write_random_checkpoint(folder / "target", "mimo", vocab=VOCAB, **shape), folder)
 
 
 def test_acceptance_by_depth_is_that_of_stock_and_of_the_embedded_engine(played):
+    check_acceptance(played)
+
+
+def test_first_tokens_have_the_targets_law_and_that_of_stock(played):
+    check_first_tokens(played)
+
+
+def check_acceptance(played):
     """z-tests by depth of the three pairs, alpha 1e-4 in all.
 
     Power: a difference of .08 at the first depth is seen with probability .95, by the errors found.
@@ -81,7 +96,7 @@ def test_acceptance_by_depth_is_that_of_stock_and_of_the_embedded_engine(played)
         assert np.abs(scores).max() < bound and seen[0] < 0.08
 
 
-def test_first_tokens_have_the_targets_law_and_that_of_stock(played):
+def check_first_tokens(played):
     """G-tests of three tokens against the law, and of the first two against stock's; alpha 1e-4 for each.
 
     Power: the same turns judged by the law at a temperature of .6 must fail.
