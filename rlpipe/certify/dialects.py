@@ -302,7 +302,8 @@ class Server:
         self, prompt: Prompt, *, count: int, temperature: float, tokens: int, copies: int = _COPIES
     ) -> list[Answer]:
         """Return `count` independent samples. Raises ServerError, ServerUnreachable."""
-        size = copies if self.features.copies else 1
+        # vLLM refuses several samples of a greedy answer.
+        size = copies if self.features.copies and temperature else 1
         sizes = [size] * (count // size) + [count % size] * (count % size > 0)
         capacity = asyncio.Semaphore(max(1, AT_ONCE // size) if size > 1 else AT_ONCE)
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 PROBE = Prompt(text="two words", ids=[5, 6])
 
 
-def open_and_sample(answer, count=3, **options):
+def open_and_sample(answer, count=3, temperature=0.7, **options):
     """The server's features, three samples of it, and the bodies that it got."""
     bodies = []
 
@@ -27,7 +27,8 @@ def open_and_sample(answer, count=3, **options):
         async with serving(respond) as served:
             server = await Server.open(served.url, PROBE, **options)
             try:
-                return server.features, await server.sample(PROBE, count=count, temperature=0.7, tokens=2)
+                sampled = await server.sample(PROBE, count=count, temperature=temperature, tokens=2)
+                return server.features, sampled
             finally:
                 await server.close()
 
@@ -54,11 +55,13 @@ def test_sglang_is_known_by_its_server_info():
 
 
 def vllm(path, body):
-    """vLLM's completions: ids in and out, logprobs, n."""
+    """vLLM's completions: ids in and out, logprobs, n, but not of a greedy answer."""
     if path == "/v1/models":
         return 200, {"data": [{"id": "served"}]}
     if path != "/v1/completions":
         return 404, {"error": "no such path"}
+    if body.get("n", 1) > 1 and not body["temperature"]:
+        return 400, {"error": "n must be 1 when using greedy sampling"}
     choice = {"text": "ab"}
     if body.get("return_token_ids"):
         choice["token_ids"] = [7, 8]
@@ -73,6 +76,11 @@ def test_vllm_gives_ids_and_log_probabilities():
     assert features.missing() == ["reports no acceptance"] and features.copies
     assert answers[2].ids == [7, 8] and answers[2].logprobs == [-0.5, -0.25]
     assert bodies[-1][1]["prompt"] == [5, 6] and bodies[-1][1]["model"] == "served"
+
+
+def test_greedy_answers_are_asked_for_one_at_a_time():
+    _, answers, bodies = open_and_sample(vllm, temperature=0.0)
+    assert len(answers) == 3 and "n" not in bodies[-1][1]
 
 
 def test_ids_are_read_from_texts_of_tokens_where_an_older_server_writes_them_so():
