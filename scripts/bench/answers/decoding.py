@@ -253,6 +253,8 @@ def certificates(r: Any) -> str:
         "other_weights": "the same, noise of 3% on the model's weights",
         "transformers": "`transformers serve`",
         "transformers_sampling": "`transformers serve`, sampling switched on",
+        "vllm": "vLLM",
+        "vllm_processed": "vLLM, `--logprobs-mode processed_logprobs`",
     }
     rows = []
     for server, found in r["results"].items():
