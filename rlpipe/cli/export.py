@@ -1,4 +1,4 @@
-"""`rlpipe export RUN OUT [--step N]`: copies a checkpoint of a run to a Hugging Face directory.
+"""`rlpipe export RUN OUT [--step N] [--without-mtp]`: copies a checkpoint of a run to a Hugging Face directory.
 
 The checkpoints of a run contain a Hugging Face copy of the weights (`checkpoints/step_N/hf`), with LoRA
 adapters merged. This command verifies the checkpoint and copies that folder. OUT is either complete or
@@ -8,27 +8,38 @@ absent.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.models.checkpoint import (
+    DRAFT_VOCAB,
+    has_mtp,
+    is_mtp_weight,
+    read_config,
+    read_weights,
+    write_checkpoint,
+)
 
 
-def export(run_dir: Path, out: Path, *, step: int | None = None) -> Path:
+def export(run_dir: Path, out: Path, *, step: int | None = None, mtp: bool = True) -> Path:
     """Copy the Hugging Face files of a checkpoint to a new directory.
 
     Args:
         run_dir: directory of a run.
         out: directory to create; it must not exist.
         step: of the checkpoint; None for the newest.
+        mtp: keep the MTP layer. Programs that do not know it in this family may refuse the checkpoint.
 
     Returns:
         The checkpoint that was copied.
 
     Raises:
-        ValueError: no such checkpoint, a damaged one, one without Hugging Face files, or `out` exists.
+        ValueError: no such checkpoint, a damaged one, one without Hugging Face files or without the MTP layer
+            that is to be left out, or `out` exists.
     """
     checkpoint = checkpoint_of(run_dir, step)
     if out.exists():
@@ -36,12 +47,28 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> Path:
     if not (checkpoint / "hf" / "config.json").is_file():
         raise ValueError(f"{checkpoint} has no folder `hf`: only checkpoints of a trainer can be exported.")
 
+    if not mtp and not has_mtp(read_config(checkpoint / "hf")):
+        raise ValueError(f"{checkpoint} has no MTP layer to leave out: export it without --without-mtp.")
+
     # The final rename makes OUT appear complete or not at all.
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(checkpoint / "hf", partial)
+    if not mtp:
+        _remove_mtp(partial)
     partial.rename(out)
     return checkpoint
+
+
+def _remove_mtp(folder: Path) -> None:
+    """Remove the MTP layers from a Hugging Face directory, and what declares them."""
+    backbone = {name: w for name, w in read_weights(folder).items() if not is_mtp_weight(name)}
+    write_checkpoint(folder, backbone, like=folder)
+    (folder / DRAFT_VOCAB).unlink(missing_ok=True)
+
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def checkpoint_of(run_dir: Path, step: int | None) -> Path:
@@ -70,10 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     parser.add_argument("--step", type=int, help="step of the checkpoint (the newest)")
+    parser.add_argument("--without-mtp", action="store_true", help="leave the MTP layer out")
     options = parser.parse_args(arguments)
 
     try:
-        checkpoint = export(options.run, options.out, step=options.step)
+        checkpoint = export(options.run, options.out, step=options.step, mtp=not options.without_mtp)
     except (ValueError, OSError) as error:
         print(f"rlpipe export: {error}", file=sys.stderr)
         return 2

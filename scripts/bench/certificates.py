@@ -2,7 +2,7 @@
 
     python scripts/bench/certificates.py --json OUT [--model shipped:models/tiny] [--samples 4000]
         [--servers plain stock stock_greedy plugin transformers transformers_sampling]
-        [--vllm-python PYTHON --servers vllm vllm_processed]
+        [--vllm-python PYTHON --servers vllm vllm_processed vllm_mtp]
 
 | server                | what runs                                                                        |
 | plain                 | stock SGLang without drafts                                                      |
@@ -15,6 +15,7 @@
 | transformers_sampling | the same, with sampling switched on in every request                             |
 | vllm                  | vLLM, log-probabilities before temperature, as by default                        |
 | vllm_processed        | the same with `--logprobs-mode processed_logprobs`                               |
+| vllm_mtp              | the same, with one MTP draft                                                     |
 
 Each is certified by the command, in this process, with its defaults. What OUT has of servers that are not
 named stays, each with its commit, so servers can be certified one by one. The exit status is 1 where other
@@ -58,8 +59,11 @@ FAULTS = {
     "other_weights": ["another distribution"],
     "transformers": ["no sampling"],
     "vllm": ["log-probabilities before temperature"],
+    "vllm_mtp": ["later tokens"],
 }
 VLLM = {"vllm": [], "vllm_processed": ["--logprobs-mode", "processed_logprobs"]}
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
+VLLM["vllm_mtp"] = [*VLLM["vllm_processed"], "--speculative-config", json.dumps(DRAFTS)]
 BY_DEFAULT = [*SGLANG, "transformers", "transformers_sampling"]
 SERVERS = [*BY_DEFAULT, *VLLM]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
@@ -111,7 +115,8 @@ def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
     """Arguments of the command for a server of vLLM."""
     options = ["--dtype", args.dtype, *VLLM[name]]
     with vllm_server(args.vllm_python, resolve_model(args.model), folder, *options) as url:
-        yield [url]
+        # With drafts some log-probabilities are no numbers, and the answer is an error.
+        yield [url, "--body", '{"logprobs": null}'] if name == "vllm_mtp" else [url]
 
 
 def certificate_of(args: Any, name: str) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 import json
 import subprocess
 import sys
+from shutil import copytree
 
 import pytest
+from safetensors import safe_open
 
 from rlpipe.cli.main import COMMANDS, main
 from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.models.checkpoint import has_mtp, read_config
 from tests.helpers.cli import ROOT, environment, run
 
 pytestmark = pytest.mark.packaging
+TINY = ROOT / "models" / "tiny"
 HEAVY = {"torch", "ray", "verl", "megatron", "transformers", "wandb", "plotly"}
 MODULES = """
 import atexit, json, os, sys
@@ -118,3 +122,21 @@ def test_a_checkpoint_is_exported_and_a_damaged_one_is_not(tmp_path):
     for out, step in (("damaged", "2"), ("absent", "7"), ("first", "1")):
         assert main(["export", str(tmp_path / "run"), str(tmp_path / out), "--step", step]) == 2
     assert not (tmp_path / "damaged").exists() and not (tmp_path / "absent").exists()
+
+
+def test_a_checkpoint_is_exported_without_its_mtp_layer(tmp_path):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    copytree(TINY, store.begin(1) / "hf")
+    store.finish(1, {})
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "plain"), "--without-mtp"]) == 0
+
+    names = safe_open(tmp_path / "plain" / "model.safetensors", framework="pt").keys()
+    whole = safe_open(TINY / "model.safetensors", framework="pt").keys()
+    assert set(names) == {name for name in whole if "mtp" not in name} < set(whole)
+    assert not has_mtp(read_config(tmp_path / "plain"))
+
+    # A checkpoint without the layer has nothing to leave out.
+    copytree(tmp_path / "plain", store.begin(2) / "hf")
+    store.finish(2, {})
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again"), "--without-mtp"]) == 2
+    assert not (tmp_path / "again").exists()

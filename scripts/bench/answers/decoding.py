@@ -255,6 +255,7 @@ def certificates(r: Any) -> str:
         "transformers_sampling": "`transformers serve`, sampling switched on",
         "vllm": "vLLM",
         "vllm_processed": "vLLM, `--logprobs-mode processed_logprobs`",
+        "vllm_mtp": "the same, one MTP draft",
     }
     rows = []
     for server, found in r["results"].items():
