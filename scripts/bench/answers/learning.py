@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean, median
 from typing import Any
 
-from answers.tables import goal, pm, table, with_interval
+from answers.tables import difference, goal, pm, table, with_interval
 
 
 def quickstart(r: Any) -> str:
@@ -158,22 +158,37 @@ def obrs(r: Any) -> str:
     return table(["disturbance", "KL before", "accepted at lambda 1", "KL after"], rows)
 
 
+def jackpot_parts(r: Any) -> str:
+    """Corrections, their parts and a control, by disturbance and rate: gains on none and on OBRS."""
+    rows = []
+    for name, arms in r["groups"].items():
+        if name.startswith("parts"):
+            for arm, row in arms.items():
+                cells = [
+                    "–" if arm == other else difference(row, other, "worlds") for other in ("none", "OBRS")
+                ]
+                first = name.removeprefix("parts, ") if arm == "none" else ""
+                rows.append([first, arm, f"{row['mean'][0]:.3f}", *cells, f"{row['mean kl'][0]:.3g}"])
+    head = ["rollouts", "correction", "reward", "minus none", "minus OBRS", "KL, last half"]
+    return f"{table(head, rows)}\n\nMeans of {r['seeds']} worlds, 95% over worlds."
+
+
 def jackpot_worlds(r: Any) -> str:
     """Rewards of every arm in worlds where they are exact, by group."""
     lines = []
     for name, rows in r["groups"].items():
-        (difference,) = {key for row in rows.values() for key in row if key.startswith("minus ")}
+        if name.startswith("parts"):
+            continue  # `jackpot_parts`
+        (minus,) = {key for row in rows.values() for key in row if key.startswith("minus ")}
         cells = [
             [
                 arm,
                 f"{row['mean'][0]:.3f}",
-                "–" if difference == f"minus {arm}" else with_interval(row[difference]),
+                "–" if minus == f"minus {arm}" else with_interval(row[minus]),
                 f"{mean(row['pass@4']):.3f}",
                 f"{row['kl over steps'][0]:.3g}, {row['mean kl'][0]:.3g}",
             ]
             for arm, row in rows.items()
         ]
-        lines.append(
-            table([f"**{name}**", "reward", difference, "pass@4", "KL at the start, last half"], cells)
-        )
+        lines.append(table([f"**{name}**", "reward", minus, "pass@4", "KL at the start, last half"], cells))
     return "\n\n".join([*lines, f"Means of {r['seeds']} worlds, 95% over worlds."])

@@ -6,27 +6,45 @@ it, were mean and spread to stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from answers.tables import table, with_interval
-
-NEVER = "more than 200"
-
-
-def difference(row: Mapping[str, Any], other: str, unit: str) -> str:
-    """Format a difference with its interval, and what would decide it; a dash where there is none."""
-    estimate: list[float] | None = row.get(f"minus {other}")
-    if estimate is None:
-        return "–"
-    text = with_interval(estimate)
-    if estimate[1] <= 0 <= estimate[2]:
-        text += f" ({row[f'seeds to decide, minus {other}'] or NEVER} {unit})"
-    return text
+from answers.tables import difference, table, with_interval
 
 
 def _points(estimate: Sequence[float]) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in estimate))
+
+
+def rules(r: Any) -> str:
+    """Acceptance by entropy: slopes of every rule, and the first draft at other temperatures."""
+    shown = [
+        "rejection",
+        "target-only",
+        "greedy",
+        "rejection, window",
+        "block, window",
+        "target-only, window",
+    ]
+    kinds = ("slope, contexts", "slope, within", "slope, between")
+    rows, heated = [], []
+    for name, one in r["sets"].items():
+        for rule in shown:
+            title = rule.replace(", window", ", of 3") if "window" in rule else f"{rule}, first draft"
+            mean = "{:.3f} [{:.3f}, {:.3f}]".format(*one[rule]["mean"])
+            first = f"{name}, {one['prompts']} texts" if rule == shown[0] else ""
+            rows.append([first, title, mean, *(with_interval(one[rule][kind]) for kind in kinds)])
+
+        by_temperature = one["by temperature"]
+        slopes = [with_interval(by_temperature[f"{rule}, slope"]) for rule in ("rejection", "target-only")]
+        for temperature, row in by_temperature.items():
+            if "slope" not in temperature:
+                values = (f"{row[column][0]:.3f}" for column in ("entropy", "rejection", "target-only"))
+                heated.append([name, temperature, *values, *slopes])
+                name, slopes = "", ["", ""]
+    head = ["per nat", "rule", "accepted", "over contexts", "within texts", "between texts"]
+    columns = ["entropy, nats", "rejection", "target-only", "rejection, per nat", "target-only, per nat"]
+    return f"{table(head, rows)}\n\n{table(['first draft', 'temperature', *columns], heated)}"
 
 
 def objectives(r: Any) -> str:
@@ -184,4 +202,32 @@ def advice(r: Any) -> str:
         f"{table([*head, 'speed of the best'], rows)}\n\nShare of speed lost against the best of 3 rules and "
         f"gamma 0 to 3; {len(r['answers'])} domains of {min(counts)} to {max(counts)} answers, 95% over "
         "domains."
+    )
+
+
+def choices(r: Any) -> str:
+    """The share lost by ways of choosing drafter and training, and where each loses most."""
+    rows = []
+    for question, found in r["questions"].items():
+        base = found["base"]
+        for way, row in found["ways"].items():
+            worst = max(row["units"], key=row["units"].__getitem__)
+            rows.append(
+                [
+                    question if way == next(iter(found["ways"])) else "",
+                    way,
+                    "{:.1%} [{:.1%}, {:.1%}]".format(*row["lost"]),
+                    f"{row['units'][worst]:.1%}, {worst}",
+                    "–"
+                    if way == base
+                    else difference(row, base, "units")
+                    if any(row[f"minus {base}"])
+                    else "same",
+                ]
+            )
+    head = ["question", "choice", "share lost", "most, and where", "minus the choice marked –"]
+    return (
+        f"{table(head, rows)}\n\n"
+        + "; ".join(f"{question}: {len(found['units'])} units" for question, found in r["questions"].items())
+        + ". 95% over units."
     )

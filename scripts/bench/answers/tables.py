@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+NEVER = "more than 200"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -29,3 +31,14 @@ def with_interval(estimate: list[float] | dict[str, float]) -> str:
         estimate if isinstance(estimate, list) else (estimate[k] for k in ("value", "low", "high"))
     )
     return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def difference(row: Mapping[str, Any], other: str, unit: str) -> str:
+    """Format a difference with its interval, and what would decide it; a dash where there is none."""
+    estimate: list[float] | None = row.get(f"minus {other}")
+    if estimate is None:
+        return "–"
+    text = with_interval(estimate)
+    if estimate[1] <= 0 <= estimate[2]:
+        text += f" ({row[f'seeds to decide, minus {other}'] or NEVER} {unit})"
+    return text
