@@ -100,17 +100,11 @@ def prompts_of(tasks: Mapping[str, Task], count: int, *, held_out: bool, seed: i
     ]
 
 
-def make_policy(path: Path, number: int, file: Path) -> Policy:
-    """Let a checkpoint answer, and read its answers.
-
-    number: which prompts of training. file: where the answers are kept until they are read.
-    """
+def make_policy(path: Path, number: int) -> Policy:
+    """Let a checkpoint answer, and read its answers; number: which prompts of training."""
     training = prompts_of(TASKS, PROMPTS, held_out=False, seed=number) * GROUP
     held_out, sweep = (prompts_of(TASKS, HELD_OUT, held_out=True, seed=seed) for seed in (0, 1))
-    if not file.is_file():
-        answers = answer(path, [*training, *held_out, *sweep], seed=0)
-        torch.save([one | {"sample": astuple(one["sample"])} for one in answers], file)
-    answers = [one | {"sample": Sample(*one["sample"])} for one in torch.load(file)]
+    answers = answer(path, [*training, *held_out, *sweep], seed=0)
 
     model = load_model(path)
     ends = np.cumsum([len(training), len(held_out)])
@@ -152,10 +146,8 @@ class Policies:
             self._folder.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory() as temporary:
                 checkpoint = self.checkpoint(run, part, Path(temporary))
-                answers = file.with_suffix(".answers")
-                policy = make_policy(checkpoint, round(1000 * part) + run, answers)
+                policy = make_policy(checkpoint, round(1000 * part) + run)
             torch.save(astuple(policy), file)
-            answers.unlink()
             print(f"{name}: {len(policy.training)} answers, reward {sum(policy.rewards):.0f}", flush=True)
         head, training, rewards, prompts, *held_out = torch.load(file)
         sets = [[Text(*one) for one in some] for some in (training, *held_out)]
