@@ -8,7 +8,8 @@ its tokens are right. The policy has logits for every prompt, position and token
 corrections and advantages are rlpipe's own (`rlpipe.algo`); what stands for a model is a table.
 
 Rollouts come from the policy, from an older copy of it (`every` updates are made on one), from its weights in
-FP8 (e4m3, rounded by torch), or from a smaller actor, which learns by PPO and by KL(policy || actor) (Eq. 8).
+FP8 (e4m3, rounded by torch) or with noise, or from a smaller actor, which learns by PPO and by
+KL(policy || actor) (Eq. 8).
 All seeds are worlds of their own and run side by side in one tensor; only kappa is measured over all of them.
 Reported are the exact chance of a right answer (mean@k for any k), pass@4, and KL(policy || rollout) at the
 tokens that were sampled, over the steps; differences are paired by world, Student's 95% interval. A group
@@ -27,16 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.runs import rounded_over_seeds
+from recipes.runs import rounded_over_seeds, seeds_to_decide
 from rlpipe.algo.correction import make_rule
-from rlpipe.algo.obrs import Obrs, kl
+from rlpipe.algo.obrs import Obrs, ObrsMask, kl, normalizer_bounds
 from rlpipe.algo.policy_loss import LossInputs, LossTotals, micro_batch_loss
-from rlpipe.algo.rule import CorrectionRule, TokenExtras
+from rlpipe.algo.rule import CorrectionInputs, CorrectionRule, TokenExtras, TokenWeights
 from rlpipe.config.algo import AlgoConfig, ObrsCalibration, ObrsConfig, ObrsNormalizer, Proximal
 from rlpipe.metrics.values import Value
 
 PROMPTS, POSITIONS, VOCAB, RIGHT, GROUP = 8, 3, 24, 8, 16
 OFF = {"clip_low": 1e9, "clip_high": 1e9, "clip_dual": 1e9}
+RATES, NOISES = (0.05, 0.02), (0.1, 1.0)
 EXACT = {"normalizer": ObrsNormalizer.EXACT, "top_k": VOCAB, "calibration": ObrsCalibration.NONE}
 TOP_K = {"normalizer": ObrsNormalizer.TOPK, "calibration": ObrsCalibration.ACCEPTED}  # the paper's
 SHOWN = 20  # points of a curve
@@ -48,8 +50,9 @@ class Arm:
 
     rank: of the actor that generates, None for the policy. distill: weight of KL(policy || actor). target:
     the KL that distill is steered to, in nats (section 8), None to leave it. ppo: weight of the actor's PPO.
-    every: updates on rollouts of one copy. fp8: whether the rollout's weights are rounded. small: whether the
-    actor is trained alone.
+    every: updates on rollouts of one copy. fp8: whether the rollout's weights are rounded. noise: standard
+    deviation of what is added to them. small: whether the actor is trained alone. coin: whether the tokens
+    that OBRS masks are replaced by as many random ones.
     """
 
     algo: Mapping[str, Any]
@@ -60,8 +63,11 @@ class Arm:
     ppo: float = 1.0
     every: int = 1
     fp8: bool = False
+    noise: float = 0.0
     small: bool = False
+    coin: bool = False
     steps: int = 100
+    lr: float = 0.05
 
 
 def arm(correction: str, *, proximal: str = "start", clip: bool = True, **settings: Any) -> Arm:
@@ -85,6 +91,18 @@ def pair(rank: int) -> dict[str, Arm]:
     }
 
 
+class Coin(ObrsMask):
+    """Masks as many tokens as OBRS, but any: each with the rejection rate 1 - Z of its position."""
+
+    def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
+        found, extras = super().weigh(inputs), inputs.extras
+        assert extras.target_top is not None and extras.rollout_top is not None
+        rate = normalizer_bounds(extras.target_top, extras.rollout_top, self.config.obrs.lam)[1]
+        kept = extras.columns["uniforms"] < rate
+        mask = torch.zeros_like(inputs.mask).masked_scatter(inputs.mask.bool(), kept.to(inputs.mask.dtype))
+        return replace(found, mask=mask)
+
+
 PARTS = {
     "none": "none",
     "TIS": "tis_token",
@@ -93,6 +111,15 @@ PARTS = {
     "weights only": "obrs_weight",
 }
 JACKPOT = arm("obrs", rank=6)
+
+
+def parts(**settings: Any) -> dict[str, Arm]:
+    """Return no correction, TIS, OBRS, its parts, and the control that masks as many random tokens."""
+    arms = {name: arm(rule, **settings) for name, rule in PARTS.items()}
+    return arms | {"coin only": arm("obrs_mask", coin=True, **settings)}
+
+
+STALE = {"proximal": "current", "clip": False, "every": 32, "steps": 128}
 GROUPS: dict[str, dict[str, Arm]] = {
     "pair, rank 3": pair(3),
     "pair, rank 6": pair(6),
@@ -111,6 +138,9 @@ GROUPS: dict[str, dict[str, Arm]] = {
         "weight 1": JACKPOT,
         "KL to 0.05": replace(JACKPOT, distill=0.1, target=0.05),
     },
+    **{f"parts, stale, rate {lr:g}": parts(lr=lr, **STALE) for lr in RATES},
+    **{f"parts, actor, rate {lr:g}": parts(lr=lr, rank=6) for lr in RATES},
+    **{f"parts, noise {noise:g}": parts(noise=noise) for noise in NOISES},
 }
 
 
@@ -139,6 +169,10 @@ class Model:
         """Return the weights without a graph; fp8: rounded to e4m3."""
         copies = [w.detach().clone() for w in self.weights]
         return [w.to(torch.float8_e4m3fn).float() for w in copies] if fp8 else copies
+
+    def noisy(self, noise: float, generator: torch.Generator) -> list[Tensor]:
+        """Return the weights without a graph, with normal noise added."""
+        return [w + noise * torch.randn(w.shape, generator=generator) for w in self.copied()]
 
 
 class World:
@@ -226,23 +260,25 @@ def learn(
     return loss, log_p, metrics
 
 
-def train(settings: Arm, seeds: int, *, lr: float = 0.05) -> dict[str, Any]:
+def train(settings: Arm, seeds: int) -> dict[str, Any]:
     """Train; return exact figures over the steps, [points, S] or [points]."""
     world = World(seeds)
     policy = Model(world.base, settings.rank if settings.small else None, world.generator)
     has_actor = settings.rank is not None and not settings.small
     actor = Model(world.base, settings.rank, world.generator) if has_actor else policy
     config = AlgoConfig(obrs=ObrsConfig(**settings.obrs), **settings.algo)
-    rule, own = make_rule(config), AlgoConfig(correction="none")
-    optimizer = torch.optim.Adam(policy.weights, lr=lr)
-    student = torch.optim.Adam(actor.weights, lr=lr) if has_actor else None
+    rule, own = Coin(config) if settings.coin else make_rule(config), AlgoConfig(correction="none")
+    optimizer = torch.optim.Adam(policy.weights, lr=settings.lr)
+    student = torch.optim.Adam(actor.weights, lr=settings.lr) if has_actor else None
 
     curve: dict[str, list[Any]] = {"step": [], "chance": [], "kl": [], "z_ratio": [], "kappa": []}
     distill, copy, start = torch.full((seeds,), settings.distill), policy.copied(), policy.copied()
     for step in range(settings.steps + 1):
         if step % settings.every == 0:
             start = policy.copied()
-            copy = actor.copied(fp8=settings.fp8) if has_actor else policy.copied(fp8=settings.fp8)
+            copy = (actor if has_actor else policy).copied(fp8=settings.fp8)
+            if settings.noise:
+                copy = policy.noisy(settings.noise, world.generator)
         batch = world.play(actor, copy)
         flat = [batch[name].flatten(1) for name in ("rows", "before")]
         old = policy.logprobs(*flat, start).view_as(batch["q"])
@@ -301,9 +337,9 @@ def compare(rows: dict[str, dict[str, Any]], against: str) -> None:
     for row in rows.values():
         row["mean"] = rounded_over_seeds(row["reward"])
         row["mean kl"] = rounded_over_seeds(row["kl, last half"])
-        row[f"minus {against}"] = rounded_over_seeds(
-            [a - b for a, b in zip(row["reward"], rows[against]["reward"], strict=True)]
-        )
+        gaps = [a - b for a, b in zip(row["reward"], rows[against]["reward"], strict=True)]
+        row[f"minus {against}"] = rounded_over_seeds(gaps)
+        row[f"seeds to decide, minus {against}"] = seeds_to_decide(gaps)
 
 
 BASELINES = {"c1": "3", "lambda": "1", "top k": "all", "long": "Jackpot", "closed loop": "weight 1"}
@@ -328,8 +364,46 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+PANELS = {
+    "stale rollouts": [f"parts, stale, rate {lr:g}" for lr in RATES],
+    "smaller actor": [f"parts, actor, rate {lr:g}" for lr in RATES],
+    "noise on the rollout's weights": [f"parts, noise {noise:g}" for noise in NOISES],
+}
+
+
+def draw(results: Mapping[str, Any], file: Path) -> None:
+    """Draw what corrections gain over none at the end, where their groups were run."""
+    from matplotlib.figure import Figure
+
+    from rlpipe.report.png import PALETTE, TEXT
+
+    arms = [*(arm for arm in reversed(PARTS) if arm != "none"), "coin only"]
+    figure = Figure(figsize=(10.4, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(PANELS), sharey=True)
+    for axis, (title, groups) in zip(axes, PANELS.items(), strict=True):
+        for offset, colour, group in zip((0.12, -0.12), PALETTE, groups, strict=False):
+            if (rows := results["groups"].get(group)) is None:
+                continue
+            value, low, high = zip(*(rows[arm]["minus none"] for arm in arms), strict=True)
+            error = [
+                [v - x for v, x in zip(value, low, strict=True)],
+                [x - v for v, x in zip(value, high, strict=True)],
+            ]
+            where = [number + offset for number in range(len(arms))]
+            label = group.split(", ")[-1]
+            axis.errorbar(value, where, xerr=error, fmt="o", ms=4, capsize=2, color=colour, label=label)
+        axis.set_yticks(range(len(arms)), arms)
+        axis.axvline(0, color="0.6", lw=0.8)
+        axis.set_title(title, color=TEXT, fontsize=11)
+        axis.set_xlabel("reward minus that of no correction", color=TEXT)
+        axis.legend(fontsize=8, frameon=False)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(b=False)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
 def main() -> None:
-    """Run, compare, write; print the table."""
+    """Run, compare, write, draw; print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -347,8 +421,11 @@ def main() -> None:
                     done[repr(one)] = summary(train(one, args.seeds))
             rows = {name: dict(done[repr(one)]) for name, one in GROUPS[group].items()}
             compare(rows, baseline(group))
+            if group.startswith("parts"):
+                compare(rows, "none")
             results["groups"][group] = rows
             args.out.write_text(json.dumps(results | {"seeds": args.seeds}) + "\n")
+    draw(results, args.out.with_suffix(".svg"))
     print(markdown(results))
 
 

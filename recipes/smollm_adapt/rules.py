@@ -9,9 +9,11 @@ tokens the exact probabilities are computed, no coin is thrown:
     window of 3   expected accepted drafts under rejection, block and target-only, exact in the mean over the
                   target's tokens (`recipes.theory`)
 
-Three slopes per nat: over all contexts, within prompts, and between the means of prompts. Intervals are 95%,
-by resampling prompts. Bounds of Proposition 1 and the structure of the mismatch |q - p| (Propositions 2, 4)
-are measured at the same contexts. Writes results.json, rules.svg and rules.png.
+Slopes per nat: over all contexts, within prompts, between the means of prompts, and by intervention: the
+first draft at the same contexts, with target and draft at other temperatures. At temperature 0 every
+lossless rule is greedy. Intervals are 95%, by resampling prompts. Bounds of Proposition 1 and the structure
+of the mismatch |q - p| (Propositions 2, 4) are measured at the same contexts. Writes results.json, rules.svg
+and rules.png.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 FIRST = ("rejection", "target-only", "greedy")
 WINDOW = ("rejection, window", "block, window", "target-only, window")
 DEPTHS, DRAWS, BINS, SEED = 3, 2000, 8, 0
+TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 
 
 @torch.inference_mode()
@@ -93,6 +96,27 @@ def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) 
     return {name: x.double().numpy() for name, x in columns.items()} | {"exponent": np.array(exponents)}
 
 
+@torch.inference_mode()
+def first_drafts(
+    layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor, temperature: float
+) -> dict[str, np.ndarray]:
+    """Compute entropy and acceptance of first drafts at the anchors of `contexts`, [n] each.
+
+    The text is that of temperature 1; target and draft have another one at each of its contexts.
+    """
+    mask = depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1)
+    anchors = mask.nonzero().flatten()
+    state = layer.unroll(text.hidden[None].float(), text.ids[None])[0][0, anchors]
+    q = (F.linear(state.bfloat16(), head[table]).float() / temperature).softmax(-1)
+    p = (F.linear(text.hidden[anchors + 1], head).float() / temperature).softmax(-1)
+    columns = {
+        "entropy": torch.special.entr(p).sum(-1),
+        "rejection": torch.minimum(p[:, table], q).sum(-1),
+        "target-only": p.gather(-1, table[q.argmax(-1)][:, None])[:, 0],
+    }
+    return {name: x.double().numpy() for name, x in columns.items()}
+
+
 def slopes(x: list[np.ndarray], y: list[np.ndarray], weights: np.ndarray) -> dict[str, np.ndarray]:
     """Compute the slope of y on x over contexts, within prompts and between their means.
 
@@ -113,6 +137,35 @@ def slopes(x: list[np.ndarray], y: list[np.ndarray], weights: np.ndarray) -> dic
     }
 
 
+def resampled(count: int) -> np.ndarray:
+    """Return how often each of `count` prompts is taken: [1 + DRAWS, count], first each of them once."""
+    draws = np.random.default_rng(SEED).multinomial(count, np.full(count, 1 / count), DRAWS)
+    return np.concatenate([np.ones((1, count)), draws])
+
+
+def intervene(prompts: list[dict[float, dict[str, np.ndarray]]]) -> dict[str, Any]:
+    """Compute means by temperature, and slopes along temperatures within contexts.
+
+    prompts: of each the columns of `first_drafts` by temperature.
+    """
+    weights = resampled(len(prompts))
+    sizes = weights @ np.array([len(one[1.0]["entropy"]) for one in prompts])
+    found: dict[str, Any] = {}
+    for temperature in prompts[0]:
+        sums = {name: [one[temperature][name].sum() for one in prompts] for name in prompts[0][temperature]}
+        found[f"{temperature:g}"] = {name: estimate(weights @ total / sizes) for name, total in sums.items()}
+
+    for rule in ("rejection", "target-only"):
+        products = []
+        for one in prompts:
+            x, y = (np.stack([one[t][name] for t in one]) for name in ("entropy", rule))  # [temperatures, n]
+            x, y = x - x.mean(0), y - y.mean(0)
+            products.append(((x * y).sum(), (x * x).sum()))
+        xy, xx = weights @ np.array(products).T[0], weights @ np.array(products).T[1]
+        found[f"{rule}, slope"] = estimate(xy / xx)
+    return found
+
+
 def estimate(values: np.ndarray) -> list[float]:
     """Return the first value, of all prompts once, and the 95% interval of the others."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
@@ -121,10 +174,7 @@ def estimate(values: np.ndarray) -> list[float]:
 
 def analyse(prompts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
     """Compute means, slopes, differences of slopes, bins and bounds over prompts with any context."""
-    rng = np.random.default_rng(SEED)
-    count = len(prompts)
-    draws = rng.multinomial(count, np.full(count, 1 / count), DRAWS)
-    weights = np.concatenate([np.ones((1, count)), draws])
+    count, weights = len(prompts), resampled(len(prompts))
     sizes = np.array([len(one["entropy"]) for one in prompts])
     result: dict[str, Any] = {"prompts": count, "contexts": int(sizes.sum())}
 
@@ -222,8 +272,14 @@ def main() -> None:
     ):
         if not samples:
             continue
-        measured = [contexts(layer, text, head, table) for text in read(model, samples)]
-        results[name] = analyse([one for one in measured if len(one["entropy"]) > 2])
+        texts = read(model, samples)
+        measured = [contexts(layer, text, head, table) for text in texts]
+        used = [number for number, one in enumerate(measured) if len(one["entropy"]) > 2]
+        results[name] = analyse([measured[number] for number in used])
+        heated = [
+            {t: first_drafts(layer, texts[number], head, table, t) for t in TEMPERATURES} for number in used
+        ]
+        results[name]["by temperature"] = intervene(heated)
         print(name, json.dumps({k: v for k, v in results[name].items() if k != "bins"}), flush=True)
 
     args.out.mkdir(parents=True, exist_ok=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from recipes.jackpot import worlds
 from recipes.jackpot.worlds import GROUP, POSITIONS, PROMPTS, VOCAB, Model, World
+from recipes.runs import rounded_over_seeds, seeds_to_decide
 from rlpipe.algo.correction import make_rule
 from rlpipe.config.algo import AlgoConfig, ObrsConfig
 
@@ -78,6 +81,34 @@ def test_fp8_rounds_the_weights_of_the_rollout_and_obrs_sees_it(world):
     assert 0.9 < metrics["rollout_corr/obrs_acceptance"].value() < 1
 
 
+def test_the_coin_masks_as_many_tokens_as_obrs_whichever_they_are(world):
+    """Among tokens that OBRS masks always or never, the coin's share is that of all of them."""
+    policy, actor = Model(world.base, None, world.generator), Model(world.base, 6, world.generator)
+    batch = world.play(actor, actor.copied())
+    config = AlgoConfig(correction="obrs_mask", obrs=ObrsConfig(**worlds.EXACT))
+    masks = {}
+    for name, rule in (("OBRS", make_rule(config)), ("coin", worlds.Coin(config))):
+        weighed = []
+        weigh = rule.weigh
+        rule.weigh = lambda inputs, weigh=weigh, to=weighed: to.append(weigh(inputs)) or to[-1]
+        worlds.learn(policy, batch, config, rule, old=batch["q"])
+        masks[name] = weighed[0].mask.bool()
+
+    flat = [batch[name].flatten(1) for name in ("rows", "before")]
+    p = policy.logprobs(*flat).detach().view_as(batch["q"])
+    ratio = (p - batch["q"]).gather(-1, batch["tokens"][..., None])[..., 0].flatten(0, 1).exp()
+    share = {name: mask.float().mean().item() for name, mask in masks.items()}
+    assert share["coin"] == pytest.approx(share["OBRS"], abs=0.05) and share["OBRS"] < 0.95
+    assert masks["OBRS"][ratio >= 1].all() and not masks["coin"][ratio >= 1].all()
+    assert masks["OBRS"][ratio < 0.5].float().mean() < masks["coin"][ratio < 0.5].float().mean() - 0.1
+
+
+def test_noise_moves_the_weights_of_the_rollout_by_its_size(world):
+    model = Model(world.base, None, world.generator)
+    moved = model.noisy(0.5, world.generator)[0] - model.weights[0].detach()
+    assert moved.std().item() == pytest.approx(0.5, rel=0.1)
+
+
 def test_few_candidates_underestimate_the_normaliser_and_all_of_them_do_not(world):
     model = Model(world.base, None, world.generator)
     actor = Model(world.base, 6, world.generator)
@@ -109,3 +140,28 @@ def test_differences_are_paired_by_world_and_pass_at_4_follows_from_the_chance()
     worlds.compare(rows, "b")
     assert rows["a"]["minus b"] == pytest.approx([0.1, 0.1, 0.1])
     assert not any(math.isnan(x) for x in rows["a"]["mean"])
+
+
+@pytest.mark.parametrize(
+    ("file", "arm", "other", "row"),
+    [
+        ("staleness", "16-obrs", "16-tis", "| TIS, 16 updates old | +.237 [-1.087, 1.560] | 22 | 9.8 |"),
+        ("staleness", "16-obrs", "16-none", "| none, 16 updates old | +.502 [-.001, 1.005] | 4 | 2.2 |"),
+        ("staleness", "16-obrs", "0-on_policy", "| on policy | -.168 [-.715, .378] | 10 | 9.2 |"),
+        ("decoupled", "obrs", "tis", "| TIS, smaller actor | +.359 [-2.420, 3.139] | 6 | 0.9 |"),
+        ("decoupled", "obrs", "on_policy", "| on policy, smaller actor | -.102 [-1.591, 1.387] | 13 | 1.6 |"),
+    ],
+)
+def test_the_study_names_the_seeds_that_would_decide(file, arm, other, row):
+    folder = Path(worlds.__file__).parent
+    runs = json.loads((folder / f"{file}.json").read_text())["runs"]
+    seeds = sorted({name.rsplit("-", 1)[1] for name in runs})
+    after = {name: [runs[f"{name}-{seed}"]["after"] for seed in seeds] for name in (arm, other)}
+    gaps = [a - b for a, b in zip(after[arm], after[other], strict=True)]
+    needed = seeds_to_decide(gaps)
+    seconds = sum(run["seconds"] for name, run in runs.items() if name.rsplit("-", 1)[0] in (arm, other))
+    hours = needed * seconds / len(seeds) / 3600
+
+    interval = "{:+.3f} [{:.3f}, {:.3f}]".format(*rounded_over_seeds(gaps)).replace("0.", ".")
+    assert row.endswith(f"| {interval} | {needed} | {hours:.1f} |")
+    assert row in (folder / "study.md").read_text()

@@ -175,3 +175,36 @@ def test_arms_are_compared_seed_by_seed():
     assert row["minus kl"] == pytest.approx([0.1, 0.1, 0.1])
     assert row["gain"][0] == pytest.approx(1.1) and row["gain"][1] < 0 < row["gain"][2]
     assert table["tv"]["last third minus kl, by depth"][0] == pytest.approx([0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_first_drafts_at_a_temperature_are_those_of_whole_distributions(temperature):
+    case = Case()
+    found = rules.first_drafts(case.layer, case.text, case.head, TABLE, temperature)
+    for row, t in enumerate(case.anchors()):
+        p = (case.log_p[t + 1] / temperature).softmax(-1)
+        q = (case.q(1, t).log() / temperature).softmax(-1)
+        assert found["rejection"][row] == pytest.approx(torch.minimum(p, q).sum().item(), abs=2e-3)
+        assert found["target-only"][row] == pytest.approx(p[q.argmax()].item(), abs=2e-3)
+        assert found["entropy"][row] == pytest.approx(torch.special.entr(p).sum().item(), abs=2e-2)
+    whole = rules.contexts(case.layer, case.text, case.head, TABLE)
+    if temperature == 1.0:
+        assert found["rejection"] == pytest.approx(whole["rejection"], abs=2e-3)
+
+
+def test_the_slope_along_temperatures_leaves_out_how_contexts_differ():
+    """Contexts with more entropy are accepted more often here, and each less when it is heated."""
+    rng = np.random.default_rng(0)
+    prompts = []
+    for _ in range(6):
+        level = rng.uniform(0, 3, 5)
+        by_temperature = {}
+        for temperature in (0.5, 1.0, 2.0):
+            entropy = level + temperature
+            columns = {"entropy": entropy, "rejection": level - 0.1 * temperature, "target-only": 0 * level}
+            by_temperature[temperature] = columns
+        prompts.append(by_temperature)
+    found = rules.intervene(prompts)
+    assert found["rejection, slope"] == pytest.approx([-0.1, -0.1, -0.1])
+    assert found["target-only, slope"] == [0, 0, 0]
+    assert found["2"]["entropy"][0] == pytest.approx(found["1"]["entropy"][0] + 1, abs=1e-3)
