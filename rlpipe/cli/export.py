@@ -1,4 +1,4 @@
-"""`rlpipe export RUN OUT [--step N] [--without-mtp]`: copies a checkpoint of a run to a Hugging Face directory.
+"""`rlpipe export RUN OUT [--step N] [--without-mtp]`: copies a checkpoint to a Hugging Face directory.
 
 The checkpoints of a run contain a Hugging Face copy of the weights (`checkpoints/step_N/hf`), with LoRA
 adapters merged. This command verifies the checkpoint and copies that folder. OUT is either complete or
