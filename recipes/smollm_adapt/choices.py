@@ -46,8 +46,7 @@ def drafter_units(drafters: Any) -> dict[str, dict[str, float]]:
     """Return the speed of every drafter against none by domain and temperature; learned ones by e2e TV."""
     pairs = [("MTP layer", "mtp/e2e_tv"), ("EAGLE-3", "eagle3/e2e_tv"), ("suffix lookup", "suffix")]
     return {
-        name: {option: cell["arms"][arm]["speed against none"] for option, arm in pairs}
-        | {"none": 1.0}
+        name: {option: cell["arms"][arm]["speed against none"] for option, arm in pairs} | {"none": 1.0}
         for name, cell in drafters["cells"].items()
     }
 
