@@ -396,6 +396,7 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
         axis.axvline(0, color="0.6", lw=0.8)
         axis.set_title(title, color=TEXT, fontsize=11)
         axis.set_xlabel("reward minus that of no correction", color=TEXT)
+        axis.locator_params(axis="x", nbins=5)
         axis.legend(fontsize=8, frameon=False)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(b=False)

@@ -166,7 +166,7 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
             axis.errorbar(value, number, xerr=error, fmt="o", ms=5, capsize=3, color=PALETTE[0])
         axis.set_yticks(range(len(ways)), ways)
         axis.set_title(question, color=TEXT, fontsize=11)
-        axis.set_xlabel("% of the best option lost (95% over units; grey: units)", color=TEXT)
+        axis.set_xlabel("% of the best option lost", color=TEXT)
         axis.axvline(0, color="0.6", lw=0.8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(b=False)
