@@ -104,7 +104,7 @@ FIGURES = [Figure(**entry) for entry in tomllib.loads((HERE / "figures.toml").re
 
 def results() -> list[str]:
     """Every committed result, by its path in the repository."""
-    patterns = ("scripts/bench/results/*.json", "recipes/*/*.json", "recipes/*/results/*.json")
+    patterns = ("scripts/bench/results/*.json", "recipes/*/*.json", "recipes/*/*/*.json")
     return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
 
 
