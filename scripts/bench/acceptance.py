@@ -1,19 +1,22 @@
 """How many drafts are accepted, by rule, depth and temperature, and how fast does that fall with temperature?
 
-The embedded engine plays the turns of conversations with held-out SWE instances (a demonstrator's, so
-that all rules see the same past; see `rollout_speed.py`) at several temperatures, with one chain of gamma
-drafts judged by target_only, rejection (chain) and block, and with a tree. Reported per rule and temperature:
+The embedded engine generates the turns of conversations about held-out SWE instances at several temperatures.
+The conversations are a demonstrator's, so that all rules see the same past (see `rollout_speed.py`). The
+engine drafts a chain of gamma tokens, verified by target_only, rejection (chain) or block, or a tree.
+Reported per rule and temperature:
 
 alpha      by depth: accepted / reached, given that all shallower drafts were accepted
 length     tokens per verify step, 1 + accepted / steps
-slopes     per unit of temperature (least squares over the temperatures) of the length and of alpha at depth
-           1, and per nat of the target's entropy at the drafted position (least squares over all drafts) of
-           that alpha; coins are not thrown: it is the probability of accepting the draft that was made
-block      from the recorded p and q of every drafted chain: Pr(accepted >= depth) of block is not below
-           chain's for any of them (asserted), and how much longer block's steps are on the very same drafts
+slopes     two least-squares slopes. Per unit of temperature (over the temperatures): of the length and of
+           alpha at depth 1. Per nat of the target's entropy at the drafted position (over all drafts): of
+           alpha at depth 1, computed from the probability of accepting the draft that was made, not from
+           whether it was accepted
+block      from the recorded p and q of every drafted chain: asserts for each chain that Pr(accepted >= depth)
+           under block is at least that under chain, and reports how much longer block's steps are on the
+           same drafts
 
-Standard errors are clustered by conversation; intervals are the 2.5 and 97.5 percentiles of a bootstrap over
-conversations, which play at every temperature.
+Standard errors are clustered by conversation. Intervals are the 2.5 and 97.5 percentiles of a bootstrap over
+conversations; every conversation is run at every temperature.
 
     python scripts/bench/acceptance.py --json OUT [--conversations 256] [--model models/tiny]
 """
@@ -136,7 +139,7 @@ def acceptance(played: list[Conversation]) -> dict[str, Any]:
 
 
 def block_against_chain(played: list[Conversation]) -> dict[str, Any]:
-    """Both rules' lengths on the same recorded drafts; no draft may reach less far under block."""
+    """Both rules' lengths on the same recorded drafts; block must accept at least as many as chain."""
     reaches = [one.reach for one in played]
     gains = torch.cat([block - chain for chain, block in reaches])
     worst = gains.min().item()
@@ -189,7 +192,7 @@ def slopes(by_temperature: dict[float, list[Conversation]]) -> dict[str, Any]:
 
 
 def interval(values: list[float]) -> list[float]:
-    """The first value, and 95 percent of the resampled ones that follow it."""
+    """Return the first value, with the 2.5 and 97.5 percentiles of the resampled values after it."""
     low, high = np.percentile(values[1:], [2.5, 97.5])
     return [values[0], float(low), float(high)]
 

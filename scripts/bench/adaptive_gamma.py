@@ -1,13 +1,14 @@
 """Does adaptive gamma find the best number of drafts at every batch size?
 
-Fixed gamma 0 .. 4 and adaptive (0 .. 4) decode the same prompts at batch sizes 1 to 64, shipped model,
-rejection, 128 tokens a prompt, sampled at temperature 1. Two kinds of prompts: held-out SWE instances, for
-which the draft was trained, and reasoning tasks, for which it was not, so that the best gamma differs. Each
-arm has a process of its own and they take turns (see rollout_speed.py); the adaptive one runs --learning
-times more before, as it would in a run of hours. All are launched --launches times, because two processes
-of one arm differ by 2% for as long as they live. Two figures: the ratio of adaptive to the best fixed gamma
-in each cell (median over repeats of the ratio within a repeat, with its 95% interval; goal at least 0.95),
-and of adaptive to each fixed gamma over the whole range (geometric mean over cells; goal above 1 for each).
+Fixed gamma 0 .. 4 and adaptive gamma (0 .. 4) decode the same prompts with the shipped model at batch sizes 1
+to 64, by rejection, 128 tokens a prompt, sampled at temperature 1. Two kinds of prompts make the best gamma
+differ: held-out SWE instances, which the draft was trained for, and reasoning tasks, which it was not. Each
+arm has its own process and they take turns (see rollout_speed.py). Before it is measured, the adaptive arm
+runs --learning extra times, to reach the state it would have in a run of hours. All arms are launched
+--launches times, because two processes of one arm differ by 2% throughout their lives. Two figures: the ratio
+of adaptive to the best fixed gamma in each cell (median over repeats of the ratio within a repeat, with its
+95% interval; goal at least 0.95), and the ratio of adaptive to each fixed gamma over the whole range
+(geometric mean over cells; goal above 1 for each).
 
     python scripts/bench/adaptive_gamma.py --json OUT [--launches 3] [--repeats 8] [--batches 1 2 4 ...]
 """
@@ -48,7 +49,7 @@ MAX_GAMMA = 4
 def median_interval(values: list[float]) -> list[float]:
     """95% interval of the median, from order statistics; the whole range for less than six values."""
     ordered, n = sorted(values), len(values)
-    outside = accumulate(comb(n, k) / 2**n for k in range(n))  # that at most k lie below the median
+    outside = accumulate(comb(n, k) / 2**n for k in range(n))  # Pr(at most k values are below the median)
     left = next((k for k, chance in enumerate(outside) if chance > 0.025), 0)
     return [round(ordered[max(left - 1, 0)], 3), round(ordered[min(n - left, n - 1)], 3)]
 
@@ -62,7 +63,7 @@ def arms(model: Path, batch: int, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run the requested cells and write one JSON."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--launches", type=int, default=3)

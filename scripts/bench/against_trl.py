@@ -1,17 +1,18 @@
 """How fast, and how well, does rlpipe train a real model against TRL's GRPOTrainer?
 
-Every arm trains the same checkpoint on the prompts and scores of recipes/smollm_rl, with as many prompts,
-attempts, tokens, threads, and the same learning rate: `rlpipe` with the recipe's settings, `trl_bf16` with
-weights in bfloat16, `trl_autocast` with weights in float32 and products in bfloat16, `trl_fp32`. Everything
-else is each side's default. Neither drafts. Arms run in turns, one run of each per seed, in an order that is
-reversed for every other seed. TRL runs in an environment of its own (`--trl-python`).
+Every arm trains the same checkpoint on the prompts and scores of recipes/smollm_rl, with the same numbers of
+prompts, attempts, tokens and threads, and the same learning rate. `rlpipe` uses the recipe's settings;
+`trl_bf16` has weights in bfloat16, `trl_autocast` has weights in float32 and products in bfloat16, `trl_fp32`
+has both in float32. Everything else is each side's default. No arm uses draft tokens. Arms take turns, with
+one run of each per seed, in an order that is reversed for every other seed. TRL runs in its own Python
+environment (`--trl-python`).
 
-Reported are seconds a step (the first is warm-up) and the held-out reward, mean over the tasks: at equal
-steps, that is at the last step that every arm took, and at equal minutes of training, that is at the end of
-the arm that trained for the shortest time, interpolated linearly between the others' measurements. TRL may
-take fewer steps (`--trl-steps`), so that all arms train for about as long. Sampling held-out answers is not
-part of the minutes. With `--runs` each run is stored when it ends, and one that is there is not repeated: TRL
-takes up to 12 GB, and a machine that runs out of memory then costs one run.
+Reported are seconds a step (the first is warm-up) and the held-out reward, mean over the tasks, at two
+points. "At equal steps" is the last step that every arm took. "At equal minutes of training" is the end of
+the arm that trained for the shortest time; the other arms are interpolated linearly between measurements.
+TRL may take fewer steps (`--trl-steps`), so that all arms train for about as long. Sampling held-out answers
+does not count as training time. With `--runs` each run is stored when it ends, and stored runs are not
+repeated: TRL takes up to 12 GB, and a machine that runs out of memory then loses only one run.
 
     python scripts/bench/against_trl.py --json OUT --model DIR --trl-python VENV/bin/python \
         [--arms rlpipe trl_bf16] [--steps 40] [--trl-steps 10] [--val-every 5] [--val-instances 60] \
@@ -186,7 +187,7 @@ def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
 
     def rewards(axis: str, many: list[Run]) -> dict[str, Any]:
-        # Of each seed, where the first of its runs ends on the axis.
+        # For each seed, the position on the axis at which the first of its runs ends.
         ends = [min(run["held_out"][-1][axis] for run in row) for row in zip(*runs.values(), strict=True)]
         return _each(reward_at(run, axis, end) for run, end in zip(many, ends, strict=True))
 
@@ -254,7 +255,7 @@ def main() -> None:
     runs: dict[str, list[Run]] = {arm: [] for arm in settings.arms}
 
     def one(arm: str) -> None:
-        # The seed is the repeat: every arm has run as often as its list is long.
+        # The seed is the repeat: an arm's list has one entry for each run so far.
         seed = len(runs[arm])
         make = partial(_run, settings, arm, seed)
         runs[arm].append(_stored(settings.runs, f"{arm}_{seed}", _of_run(settings), make))

@@ -2,15 +2,16 @@
 
     python scripts/bench/agent_turns.py --json OUT [--workers 2] [--rows 8] [--sessions 8 24 48]
 
-`recompute`  a conversation whose row another one needs loses its keys, as until November 2026
-`parked`     it keeps them on the host
-`bounded`    the same, and a session starts when the engine can store its keys in addition to the others'
+`recompute`  when another conversation needs its row, a conversation loses its keys (the behaviour until
+             November 2026)
+`parked`     its keys are kept on the host instead
+`bounded`    as parked, and a session starts only when the engine can store its keys alongside the others'
 
-Each worker is an embedded engine in a process of its own, with a random model of a million parameters and no
-drafts. Sessions take turns of fixed length; between two turns a session waits as long as a tool took in
-`tool_times.json`, times --speed. The load is the same for all arms, which take turns within a repeat.
+Each worker is an embedded engine in its own process, with a random model of a million parameters and no
+drafts. Sessions take turns of fixed length. Between two turns a session waits as long as a tool took in
+`tool_times.json`, times --speed. The load is the same for all arms, and the arms alternate within a repeat.
 The file of tool times holds the seconds between the turns of attempts at the main job, from the trace of a
-run: `--record RUN/trace.json.gz` writes it anew.
+run: `--record RUN/trace.json.gz` rewrites it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Worker:
         self._names = count()
 
     def run(self, waits: Waits) -> dict[str, float]:
-        """Play a session for each list of waits, all at once; return sums."""
+        """Run one session per list of waits, all at once; return sums."""
         before, started = self._engine.stats(), time.process_time()
         asyncio.run(self._play(waits))
         after = self._engine.stats()
@@ -134,11 +135,11 @@ class Worker:
 def measure(
     arms: Mapping[str, Sequence[Any]], waits: Waits, repeats: int, *, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """Play the sessions on the workers of each arm in turn, dealt out one by one.
+    """Run the sessions on the workers of each arm in turn, dealt out one by one.
 
-    Returns for each arm turns per second, the share of the time in which an engine is idle, milliseconds of a
-    processor and prompt tokens per turn, as medians over repeats; and how many times the turns each arm gives
-    of the one before it.
+    Returns for each arm, as medians over repeats: turns per second, the share of the time in which an engine
+    is idle, CPU milliseconds per turn, prompt tokens per turn, and the ratio of its turns per second to those
+    of the arm before it.
     """
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
 

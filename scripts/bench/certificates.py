@@ -7,7 +7,7 @@
 | server                | what runs                                                                        |
 | plain                 | stock SGLang without drafts                                                      |
 | stock                 | stock SGLang with MTP drafts, verified by rejection sampling                     |
-| stock_greedy          | stock SGLang with MTP drafts as it does by default: the draft's argmax           |
+| stock_greedy          | stock SGLang with MTP drafts and its default rule: the draft's argmax            |
 | plugin                | as stock, with rlpipe's plugin                                                   |
 | stale_draft           | as plugin, with noise of 30% on each weight of its draft                         |
 | other_weights         | as plugin, with noise of 3% on each weight of its model                          |
@@ -17,9 +17,9 @@
 | vllm_processed        | the same with `--logprobs-mode processed_logprobs`                               |
 | vllm_mtp              | the same, with one MTP draft                                                     |
 
-Each is certified by the command, in this process, with its defaults. What OUT has of servers that are not
-named stays, each with its commit, so servers can be certified one by one. The exit status is 1 where other
-faults are found than there are.
+Each server is certified by the command, in this process, with its defaults. Entries of OUT for servers that
+are not named stay, each with its commit, so servers can be certified one by one. The exit status is 1 if the
+reported faults are not the expected ones.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
     """Arguments of the command for a server of vLLM."""
     options = ["--dtype", args.dtype, *VLLM[name]]
     with vllm_server(args.vllm_python, resolve_model(args.model), folder, *options) as url:
-        # With drafts some log-probabilities are no numbers, and the answer is an error.
+        # With drafts some log-probabilities are not finite, and the server answers with an error.
         yield [url, "--body", '{"logprobs": null}'] if name == "vllm_mtp" else [url]
 
 
@@ -133,7 +133,7 @@ def certificate_of(args: Any, name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Certify every server and write what was reported; return 1 where it is not what it should be."""
+    """Certify every server and write the reports; return 1 if one is not as expected."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", default="shipped:models/tiny")
     parser.add_argument("--servers", nargs="+", default=BY_DEFAULT, choices=SERVERS)

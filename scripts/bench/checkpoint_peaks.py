@@ -2,17 +2,17 @@
 
     python scripts/bench/checkpoint_peaks.py --json OUT [--only NAME ...] [--device cuda] [--model DIR]
 
-Each case trains one step of a random model with the distributed optimizer, every rank in a process of its
-own (gloo on CPUs), saves as a run does (the trainer's state and Hugging Face's format, copied first, then
-written), trains one more step, and then resumes in new processes and trains that step again. Of every rank:
+Each case trains one step of a random model with the distributed optimizer, with every rank in its own process
+(gloo on CPUs). It saves as a run does: the trainer's state and Hugging Face's format, copied first, then
+written. It trains one more step, then resumes in new processes and trains that step again. Reported per rank:
 
-`save`    most bytes that saving added to what it held after the step, until all is written
-`resume`  most bytes that loading added to a trainer that was just made
-`card`    with --device cuda, of one rank: most bytes that saving added on the GPU
+`save`    most bytes that saving added to what the rank held after the step, until all is written
+`resume`  most bytes that loading added to a trainer that was just built
+`card`    with --device cuda, on one rank: most bytes that saving added on the GPU
 
-What is resident is what is held (MALLOC_MMAP_THRESHOLD_), the kernel keeps the maximum (VmHWM), and
-`estimated` is rlpipe/preflight's. `norm_error` is the relative difference of the gradient's norm in the step
-after resuming.
+Resident memory is exactly the memory in use, as MALLOC_MMAP_THRESHOLD_ makes the allocator return freed
+blocks; the kernel records its maximum (VmHWM). `estimated` is the estimate of rlpipe/preflight. `norm_error`
+is the relative difference of the gradient's norm in the step after resuming.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LARGE = {"trainer": BASE | {"micro_batch_tokens": 16384, "recompute": "full"}}  
 
 
 def peaks(rank: int, world: int, folder: Path, path: Path, config: TrainerConfig) -> dict[str, float]:
-    """Train, save and train on; on a second call, resume and train on. Returns what this rank took."""
+    """Train, save and continue; on a second call, resume and continue. Returns this rank's figures."""
     torch.set_num_threads(1)
     saved = folder / "saved"
     resumes = (saved / "trainer").exists()
@@ -70,7 +70,7 @@ def peaks(rank: int, world: int, folder: Path, path: Path, config: TrainerConfig
     if not resumes:
         trainer.train_step(batch)
 
-    # What training freed is given back, so that only what is held counts.
+    # Return to the system what training freed, so that only memory in use counts.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before, started = status("VmRSS"), time.perf_counter()
@@ -105,7 +105,7 @@ def peaks(rank: int, world: int, folder: Path, path: Path, config: TrainerConfig
 def summary(
     saving: list[dict[str, float]], resuming: list[dict[str, float]], estimated: int
 ) -> dict[str, Any]:
-    """Return a case's row from what every rank took."""
+    """Return a case's row from the figures of every rank."""
     most = max(one["save"] for one in saving)
     return {
         "save": most,
@@ -125,7 +125,7 @@ def measure(name: str, case: dict[str, Any], folder: Path, model: Path | None = 
     """Run one case, on its random model or a given one, and return its row."""
     config: TrainerConfig = settings(case).trainer
     if model is None:
-        # Stored as it is trained, as released models are: another type would be one more copy to write.
+        # Store the type that is trained, as released models do: another would need one more copy.
         dtype = torch.bfloat16 if config.precision is Precision.BF16 else torch.float32
         model = write_model(folder / name, MODEL | case["model"], dtype)
     guess = checkpoint_memory(read_architecture(read_config(model)), Config(trainer=config))

@@ -1,9 +1,9 @@
 """Does a revision train as an earlier one did, bit for bit?
 
 Runs each recipe for four synchronous steps at both revisions, with the same seeds, twice at the earlier one.
-What differs between those two is no result (seconds, bytes) and is left out; every other metric, and every
-number of an adaptation's `results.json`, is compared as it was written, at full precision. Requests are
-decoded one after another and keep no keys, so that no sum depends on which of them ran together.
+Whatever differs between those two runs is not reproducible (seconds, bytes) and is left out. Every other
+metric, and every number of an adaptation's `results.json`, is compared as it was written, at full precision.
+Requests are decoded one after another and keep no keys, so that no sum depends on which of them ran together.
 
     python scripts/bench/compare_revisions.py 0740eb8..HEAD --json OUT
 
@@ -43,7 +43,7 @@ ADAPTATION = [
 RECIPES = dict.fromkeys(("swe_rl", "agent_rl", "reasoning_rl", "jackpot"), RL)
 RECIPES |= dict.fromkeys(("mtp_adapt", "eagle3", "ppow"), ADAPTATION)
 RECIPES["swe_rl, SGLang"] = [*RL, "rollout=sglang", "rollout.max_running=1"]
-# The one thing changed in either revision; both have these names.
+# The only change made to either revision; these names exist in both.
 RUN = """
 import asyncio, sys, weakref
 from rlpipe.rollout.embedded import EmbeddedEngine
@@ -85,7 +85,7 @@ def play(tree: Path, recipe: str, out: Path) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: str) -> dict[str, Any]:
-    """The numbers and words of nested JSON, by their path."""
+    """The numbers and strings of nested JSON, by their path."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {k: v for key, item in items for k, v in leaves(item, f"{path}/{key}").items()}
@@ -93,9 +93,9 @@ def leaves(value: Any, path: str) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], again: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """How many values are equal; of each metric that differs the first values and the largest gap.
+    """Return how many values are equal; of each metric that differs, the first values and the largest gap.
 
-    What the earlier revision does not repeat is left out. Gaps are relative to the larger value.
+    Values that the earlier revision does not reproduce are left out. Gaps are relative to the larger value.
     """
     steady = {name for name, value in before.items() if same(again.get(name), value)}
     shared = [name for name in before if name in steady and name in after]
@@ -123,7 +123,7 @@ def gap(one: Any, other: Any) -> float:
 
 
 def span(revisions: str, recipes: list[str], pool: ThreadPoolExecutor, folder: Path) -> dict[str, Any]:
-    """Compare the ends of BEFORE..AFTER in work trees of their own."""
+    """Compare the ends of BEFORE..AFTER in separate work trees."""
     ends = [git("rev-parse", "--short", end) for end in revisions.split("..")]
     trees = [folder / f"{revisions.replace('/', '-')}-{name}" for name in ("before", "after")]
     try:

@@ -1,9 +1,9 @@
 """How much memory does a trainer's rank take when context parallel ranks share one long conversation?
 
 Each arm is one optimizer step on a single trajectory of `--tokens`, on 1, 2 and 4 ranks over gloo, each a
-process with one thread. Measured is the most that a rank had resident during its second step (VmHWM), less
-what it had before it: weights, gradients and optimizer, which every rank has whole. Seconds are of that step
-on CPUs that the ranks share: they show no speed-up where ranks outnumber cores.
+process with one thread. Measured is the peak resident memory of a rank during its second step (VmHWM), less
+what it had before that step: weights, gradients and optimizer, which every rank holds in full. Seconds are of
+that step on CPUs that the ranks share, so they show no speed-up where there are more ranks than cores.
 
     python scripts/bench/context_parallel.py --json OUT [--tokens 32768] [--ranks 1 2 4] [--delta]
 
@@ -83,7 +83,7 @@ def conversation(tokens: int) -> Trajectory:
 
 
 def step(folder: Path, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
-    """What one rank took in its second step."""
+    """Memory and time of one rank in its second step."""
     torch.set_num_threads(1)
     master, meeting = None, folder / f"address{ranks}"
     if ranks > 1 and rank == 0:

@@ -2,10 +2,11 @@
 
     python scripts/bench/coverage.py --json scripts/bench/results/coverage.json
 
-Every case is drawn `--draws` times and goes through `AcceptanceSplit` as a run does: values step by step, and
-probes of fixed contexts every twentieth step. Nominal level .95. `rest` is what a slope leaves of the change,
-given that slope; `total`, `mismatch` and `contexts` are the parts that are on the bus, whose intervals hold
-for either slope. Where the early steps bound no slope there is none (`no slope between steps`).
+Every case is sampled `--draws` times and goes through `AcceptanceSplit` as a run does: values step by step,
+and probes of fixed contexts every twentieth step. The nominal level is .95. `rest` is the part of the change
+that a slope leaves, given that slope. `total`, `mismatch` and `contexts` are the parts published as metrics;
+their intervals hold for either slope. Where the early steps bound no slope, the case has no slope between
+steps (`no slope between steps`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from rlpipe.diagnosis.decomposition import ENTROPY, RATE
 from rlpipe.diagnosis.probe import COLUMNS, ProbeTable
 
 STEPS, EARLY, SIGMA, WOBBLE = 120, 20, 0.01, 0.06
-PROBES, TRAJECTORIES, CONTEXTS = 20, 24, 16  # steps between probes; fixed contexts, of so many trajectories
+PROBES, TRAJECTORIES, CONTEXTS = 20, 24, 16  # steps between probes; contexts, from TRAJECTORIES
 WITHIN, CONTEXT_SIGMA = -0.3, 0.05
 DEPTH_1 = f"{RATE}/depth_1"
-CASES = {  # correlation of residuals, noise of the entropy in its own deviations, slope between prompts
+CASES = {  # correlation of residuals, noise of the entropy in its standard deviations, slope between prompts
     "white": (0.0, 0.0, -0.3),
     "correlated .45": (0.45, 0.0, -0.3),
     "correlated .8": (0.8, 0.0, -0.3),
@@ -65,8 +66,8 @@ def tables(entropy: np.ndarray, acceptance: np.ndarray) -> list[ProbeTable]:
 def coverage(name: str, draws: int, seed: int = 7, mismatch: float = 0.0) -> dict[str, float]:
     """Shares of the samples of a case in which each interval contains the truth.
 
-    Training moves the entropy by -0.2 nat along a slope of -0.3, prompts move it from step to step along
-    theirs; mismatch: change that is not entropy's, which sets in after the early steps.
+    Training moves the entropy by -0.2 nat along a slope of -0.3; prompts move it from step to step along
+    their own slope. mismatch: a change not caused by entropy, which begins after the early steps.
     """
     correlation, noise, between = CASES[name]
     rng = np.random.default_rng(seed)

@@ -3,15 +3,15 @@
     python scripts/bench/decoding_modes.py --json OUT --model DIR --modes rejection none --engine sglang \
         --device cuda --batches 1 64 --long 32768
 
-Prompts are contexts of real turns of the shipped model (contexts.json), which models/tiny and what
-`scripts/grow_checkpoint` makes of it continue as a trained model does, so that acceptance is that of use.
+Prompts are contexts of real turns of the shipped model (contexts.json). models/tiny, and the larger models
+that `scripts/grow_checkpoint` makes of it, continue them as a trained model does, so acceptance is realistic.
 Four times as many requests as the batch holds run to their last token at temperature 1, never more than the
-batch at once; counted are the tokens of the time in which it is full (`harness.full_batch_rate`). A step's
-time is batch * tokens a step / tokens a second.
+batch at once. Only the tokens of the time in which the batch is full count (`harness.full_batch_rate`). A
+step's time is batch * tokens a step / tokens a second.
 
 A mode may be "rejection, stock": SGLang without rlpipe's plugin. Servers start one after the other, and the
-file is written after each; one that fails is named in it, the others continue, and the exit status is 1. The
-share of the GPU that a server takes is what the estimate of memory (rlpipe/preflight) leaves for it.
+file is written after each. If a server fails, the file names it, the others continue, and the exit status is
+1. A server gets the share of the GPU that the memory estimate (rlpipe/preflight) leaves for it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.types import GenerateRequest, GenerateResult, SamplingParams
 
 CONTEXTS = Path(__file__).parent / "contexts.json"
-QUEUED = 4  # requests for each that runs at once
-LONG_BATCH, LONG_TOKENS = 2, 64  # conversations of --long, and tokens that each decodes
+QUEUED = 4  # requests for each one of the batch
+LONG_BATCH, LONG_TOKENS = 2, 64  # conversations of --long, and the tokens that each decodes
 CAPTURED = re.compile(r"Capture .* end\. bs=\[([\d, ]*)\], elapsed=([\d.]+) s")
 
 
 def prompts(length: int = 0) -> list[list[int]]:
-    """Return the contexts of real turns; length: joined and cut to so many tokens each."""
+    """Return the contexts of real turns; with `length`, joined and cut to that many tokens each."""
     contexts: list[list[int]] = json.loads(CONTEXTS.read_text())
     if not length:
         return contexts
 
-    # Each begins with another conversation, so that no two share more than the first words.
+    # Each begins with a different conversation, so that no two share more than the first words.
     starts = (number * len(contexts) // LONG_BATCH for number in range(LONG_BATCH))
     turned = (np.concatenate(contexts[start:] + contexts[:start]) for start in starts)
     return [np.resize(tokens, length).tolist() for tokens in turned]
@@ -131,7 +131,7 @@ def settings(mode: str, given: argparse.Namespace, folder: str = "") -> Config:
     )
     config.rollout.sglang.plugin = not stock
     if given.device == "cuda":
-        # Graphs of the batches that are measured, and none of prompts, start in half of the time.
+        # Capturing graphs only for the measured batches, and none for prompts, halves the start-up time.
         sizes = [str(batch) for batch in sorted({*given.batches, LONG_BATCH})]
         graphs = [] if given.all_graphs else ["--cuda-graph-bs-decode", *sizes]
         config.rollout.sglang.extra_arguments = ["--disable-prefill-cuda-graph", *graphs]
@@ -139,9 +139,9 @@ def settings(mode: str, given: argparse.Namespace, folder: str = "") -> Config:
 
 
 def fitting_share(config: Config, card: int) -> float:
-    """Return the share of a GPU of so many bytes for a server's weights and KV, apart from its other memory.
+    """Return the share of a GPU of so many bytes for a server's weights and KV, excluding its other memory.
 
-    It is at most what SGLang would take by itself, because the estimate was not tested on a GPU.
+    It is at most SGLang's default, because the estimate was not tested on a GPU.
     """
     memory = server_memory(read_architecture(read_config(config.model.path)), config, card)
     beside = memory.total - memory.parts["weights"] - memory.parts["kv"] + RESERVED

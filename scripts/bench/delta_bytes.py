@@ -1,7 +1,7 @@
-"""How many bytes does an update by element have, in training by full steps and by LoRA, in bf16?
+"""How many bytes does a delta update of single elements have, in training by full steps and by LoRA, in bf16?
 
-Trains a released model on real rollouts (`recipe=smollm_rl`), keeps every checkpoint and compares the
-weights that servers would get, step by step, as they are compared for an update (`weights/deltas.py`).
+Trains a released model on real rollouts (`recipe=smollm_rl`) and keeps every checkpoint. Compares the weights
+that servers would receive, step by step, in the way that an update compares them (`weights/deltas.py`).
 
     python scripts/bench/delta_bytes.py --json OUT [--model smollm2] [--steps 3] [--settings NAME=VALUE ...]
 """
@@ -64,7 +64,7 @@ def deltas(run: Path, steps: int, start: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run both ways of training and write one JSON."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--steps", type=int, default=3)

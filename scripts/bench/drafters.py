@@ -1,12 +1,13 @@
 """Which drafter: the MTP layer, an EAGLE-3 draft or suffix lookup, in- and out-of-domain, sampled and greedy.
 
-Each arm decodes the same prompts in a process of its own, taking turns (see rollout_speed.py): turns of
-conversations with held-out SWE instances (what the model and its draft were trained for), and reasoning
-tasks (what they were not). Acceptance length counts; tokens per second need a quiet machine.
+Each arm decodes the same prompts in its own process; the arms take turns (see rollout_speed.py). Prompts are
+turns of conversations about held-out SWE instances, which the model and its draft were trained for, and
+reasoning tasks, which they were not. The main figure is the acceptance length; tokens per second need an
+otherwise idle machine.
 
     python scripts/bench/drafters.py --json OUT [--batch 8] [--repeats 3] [--gamma 3] [--draft DIR]
 
---draft: of an EAGLE-3 draft for the same model, as `+recipe=eagle3` leaves it in RUN/draft.
+--draft: directory of an EAGLE-3 draft for the same model, as `+recipe=eagle3` leaves it in RUN/draft.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def reasoning(model: Path) -> Workload:
 def spec_of(drafter: str, gamma: int, draft: Path | None = None) -> SpecConfig:
     """How the engine decodes with a drafter, or with `none`. draft: directory of an EAGLE-3 draft.
 
-    At temperature 0 every rule accepts what greedy verification does.
+    At temperature 0 every rule accepts the same drafts as greedy verification.
     """
     if drafter == "none":
         return SpecConfig(mode="none")
@@ -58,7 +59,7 @@ def spec_of(drafter: str, gamma: int, draft: Path | None = None) -> SpecConfig:
 
 
 def workloads(model: Path, conversations: int) -> dict[str, Workload]:
-    """In- and out-of-domain prompts, greedy and sampled; conversations: of each."""
+    """In- and out-of-domain prompts, greedy and sampled. conversations: how many of each."""
     domains = {"swe turns": swe_workloads(model)["turns"], "reasoning": reasoning(model)}
     return {
         f"{domain}, T = {temperature:g}": replace(
@@ -70,7 +71,7 @@ def workloads(model: Path, conversations: int) -> dict[str, Workload]:
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run all arms and write one JSON."""
     parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=8)

@@ -2,10 +2,11 @@
 
     python scripts/bench/drafts_pay.py --model DIR --json OUT [--draft-vocab FILE] [--gammas 1 2 3]
 
-Tokens a second with drafts (each gamma, and adaptive up to the largest) over none, of the embedded engine in
-bfloat16: arms have a process each and take turns within a repeat (`rollout_speed`), so a ratio is the median
-over repeats of the ratio within one. Beside it the acceptance at which a gamma breaks even, from the costs
-that the adaptive arm measured at its start (`break_even_acceptance`), and the measured one by depth.
+Measures tokens a second with drafts (each gamma, and adaptive up to the largest) over none, with the embedded
+engine in bfloat16. Arms have a process each and take turns within a repeat (`rollout_speed`), so a ratio is
+the median over repeats of the ratio within one. Also reports the acceptance at which a gamma breaks even,
+from the costs that the adaptive arm measured at its start (`break_even_acceptance`), and the measured
+acceptance by depth.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What does a training step of an MoE cost, its experts computed together or module after module?
+"""What does a training step of an MoE cost when its experts are computed together, or one after another?
 
-A random Qwen3-MoE checkpoint, four layers of 64 experts of which a token reads two; forward, recomputation,
-backward and optimizer step of one micro-batch. Both arms train the same trainer.
+The model is a random Qwen3-MoE checkpoint: four layers of 64 experts, two of which each token is routed to.
+Timed are forward, recomputation, backward and optimizer step of one micro-batch. Both arms train the same
+trainer.
 
 `grouped`  rlpipe.trainer.grouped: two products for each expert, in one autograd function for all
 `loop`     Megatron's SequentialMLP: a module for each expert
 
-On a CPU by one thread, in CPU seconds of the process, so that a busy machine disturbs little; with
---device cuda in bf16, in seconds until the GPU is done.
+On a CPU: one thread, in CPU seconds of the process, so that other load on the machine matters little. With
+--device cuda: in bf16, in seconds until the GPU is done.
 
     python scripts/bench/experts.py --json OUT [--experts 64] [--layers 4] [--repeats 5]
     python scripts/bench/experts.py --json OUT --device cuda --hidden 2048 --inner 768 --experts 128 \
@@ -44,7 +45,7 @@ def finished() -> float:
 
 
 def summary(samples: Samples, tokens: int, *, unit: str) -> dict[str, Any]:
-    """Return the median of each arm, tokens a second, and how many times as fast as the loop grouped is."""
+    """Return the median of each arm, tokens a second, and the speed of grouped over that of the loop."""
     medians = {name: median(seconds) for name, seconds in samples.seconds.items()}
     results = {name: {unit: took, "tokens_per_s": tokens / took} for name, took in medians.items()}
     return {"tokens": tokens, "results": results, "speed": samples.ratio("loop", "grouped")}

@@ -1,7 +1,7 @@
-"""How fast are the fingerprints of weights, by the algorithm of a server on a GPU and of one on a CPU?
+"""How fast are the fingerprints of weights, by the algorithm of a GPU server and by that of a CPU server?
 
-Tensors are a decoder's: layers with fused projections of a grown model, in bfloat16, so many that they fill
-the megabytes; they are on the device before the clock starts.
+The tensors are those of a decoder: layers of a grown model with fused projections, in bfloat16, as many as
+fill --megabytes. They are on the device before the clock starts.
 
 `mix`      rlpipe.weights.fingerprint as for a GPU server: Triton on a GPU, torch on the CPU
 `sha256`   the same as for a CPU server
@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT))
 from rlpipe.weights.fingerprint import Parts, fingerprints  # noqa: E402
 
 HIDDEN = 1536
-LAYER = ((1536, 256, 256), (HIDDEN,), (8960, 8960), (HIDDEN,))  # rows of what is fused: qkv, o, gate up, down
+LAYER = ((1536, 256, 256), (HIDDEN,), (8960, 8960), (HIDDEN,))  # rows that are fused: qkv, o, gate up, down
 
 
 def layers(megabytes: float, device: str) -> dict[str, Parts]:
-    """Random tensors, as the parts they are fused of, of at most so many megabytes."""
+    """Return random tensors, each as the parts that it is fused from, of at most so many megabytes."""
     found: dict[str, Parts] = {}
     left = int(1e6 * megabytes) // 2
     while True:
@@ -69,7 +69,7 @@ def main() -> None:
     tensors = layers(args.megabytes, args.device)
     host = {name: [part.cpu() for part in parts] for name, parts in tensors.items()}
     num_bytes = sum(part.nbytes for parts in host.values() for part in parts)
-    arms: dict[str, Arm] = {  # each ends with the digits on the host
+    arms: dict[str, Arm] = {  # each arm ends when the digits are on the host
         "mix": lambda: fingerprints(tensors, on_gpu=True),
         "sha256": lambda: fingerprints(host, on_gpu=False),
         "hashlib": lambda: on_host(host),

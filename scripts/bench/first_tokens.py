@@ -1,15 +1,15 @@
-"""Do the first tokens of an SGLang server that drafts have exactly the target's distribution? G-tests.
+"""Do the first tokens of an SGLang server with drafts have exactly the target's distribution? G-tests.
 
     python scripts/bench/first_tokens.py --json OUT [--tokens 1_000_000] [--device cuda] [--mode rejection]
 
 A random model has six tokens, so the distribution of the three tokens after a prompt is enumerated in
 float64. A request samples --copies turns of four tokens, so that all three follow a verify step. Scores are
-standard normal, by depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right
-server (alpha 1e-4 over four). To show power, the same turns are also compared with the distribution at a
-temperature of 1 + --off, and must then score above 4.1.
+standard normal, by depth and for all three together. For a correct server the largest score exceeds 4.1 once
+in 10,000 runs (alpha 1e-4 over four). To show power, the same turns are also compared with the distribution
+at a temperature of 1 + --off, and must then score above 4.1.
 
-With --reduced, an EAGLE-3 draft that knows four of the six tokens replaces the MTP layer; with --draft-vocab
-the MTP layer drafts among those four (`spec.draft_vocab`).
+With --reduced, an EAGLE-3 draft with a vocabulary of four of the six tokens replaces the MTP layer; with
+--draft-vocab the MTP layer drafts among those four (`spec.draft_vocab`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.helpers.goodness_of_fit import Law  # noqa: E402
 from tests.helpers.tiny_checkpoint import write_random_checkpoint  # noqa: E402
 
 VOCAB, DEPTH, PROMPT, AT_ONCE = 6, 3, [2, 0, 4, 1], 8
-KNOWN, READ = [0, 2, 3, 5], [0, 1, 2]  # tokens of the draft of --reduced, and the layers it reads
+KNOWN, READ = [0, 2, 3, 5], [0, 1, 2]  # vocabulary of the draft of --reduced, and the layers it reads
 
 
 async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:

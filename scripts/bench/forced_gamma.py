@@ -1,6 +1,6 @@
-"""What `sglang_gamma.py` has a server load instead of rlpipe's policy: the same, which a file can overrule.
+"""The policy that `sglang_gamma.py` has a server load: rlpipe's, except that a file can overrule it.
 
-Imports nothing of rlpipe, which the server's environment does not have.
+Imports nothing of rlpipe, which is not installed in the server's environment.
 """
 
 import os
@@ -12,7 +12,7 @@ ADAPTIVE = b"a"
 
 
 class AdaptiveGamma(runpy.run_path(os.environ[POLICY])["AdaptiveGamma"]):
-    """Drafts as many tokens as the file's one character says, and learns nothing meanwhile; `a` chooses."""
+    """Drafts as many tokens as the digit in the file, without learning; `a` restores rlpipe's policy."""
 
     def choose(self, batch: int) -> int:
         """The width of the next step."""

@@ -3,11 +3,11 @@
     python scripts/bench/generation_speed.py --model DIR --json OUT [--sglang] [--draft-vocab FILE]
 
 Arms have a process each and take turns within a repeat (`rollout_speed`). Prompts are chat requests, sampled
-at temperature 1, and every answer has exactly --tokens tokens. The engine drafts where the checkpoint has an
-MTP layer. --sglang adds an SGLang server of the same settings without drafts, as it comes and with rlpipe's
+at temperature 1, and every answer has exactly --tokens tokens. The engine drafts if the checkpoint has an MTP
+layer. --sglang adds two arms: an SGLang server with the same settings and no drafts, stock and with rlpipe's
 plugin. transformers and SGLang read the checkpoint of --plain-model, if given: the same weights in a layout
-that they know. The floor of a step at batch 1 is the time to read as many bytes as the target's weights have,
-read in every repeat of the same run: the largest of the rates counts.
+that they know. The floor of a step at batch 1 is the time to read as many bytes as the target's weights have.
+The reading rate is measured in every repeat of the same run, and the best one counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REQUESTS = ("Write three sentences about {}.", "Explain {} to a child.", "Tell a
 
 
 def chat_workload(model: Path, count: int, *, tokens: int, temperature: float) -> Workload:
-    """Return chat requests of one turn, which run to exactly `tokens` tokens."""
+    """Return chat requests of one turn, whose answers have exactly `tokens` tokens."""
     chat = ChatFormat.from_pretrained(model)
     requests = [request.format(topic) for topic in TOPICS for request in REQUESTS]
     prompts = [chat.initial([{"role": "user", "content": requests[i % len(requests)]}]) for i in range(count)]
@@ -49,7 +49,7 @@ def chat_workload(model: Path, count: int, *, tokens: int, temperature: float) -
 
 
 class ServerArm(EngineArm):
-    """An SGLang server on this machine's cores, as many requests at once as the batch; without drafts."""
+    """An SGLang server on this machine's cores, for as many requests as the batch; without drafts."""
 
     def __init__(self, model: Path, batch: int, threads: int, *, plugin: bool) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -97,7 +97,7 @@ class ReadArm:
 def target_bytes(model: Path) -> int:
     """Return the bytes in bfloat16 of the weights that a decode step reads; a tied head counts once."""
     sizes = {n: tensor.numel() for n, tensor in read_weights(model).items() if not is_mtp_weight(n)}
-    # The head is there even when tied; of the embedding, a step reads one row per token.
+    # The head counts even when tied; of the embedding, a step reads one row per token.
     return 2 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])
 
 

@@ -1,7 +1,7 @@
-"""Does every repaired task of the shipped data earn the reward, and no broken one?
+"""Does every repaired task of the shipped data earn the reward, and does every broken task fail to?
 
-Grades each instance of training and held-out sets twice, over its broken code and over its repair, with the
-real sandboxes and a time limit of 60 s. Exits with 1 when a repair fails or a broken instance passes.
+Grades each instance of the training and held-out sets twice, with its broken code and with its repair, using
+the real sandboxes and a time limit of 60 s. Exits with 1 if a repair fails or a broken instance passes.
 
     python scripts/bench/grade_everything.py --json OUT [--threads 4]
 """

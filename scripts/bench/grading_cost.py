@@ -1,9 +1,10 @@
-"""What does grading out of reach of the model's code cost, against the grading of an earlier commit?
+"""What does grading out of reach of the model's code cost, compared with the grading of an earlier commit?
 
-Each arm is a process of its own over a checkout: this one, and `--baseline` in a temporary git worktree. Both
-play the same repaired instances without a memo, in turns and in random order: an episode looks for the
-function, shows its file, repairs the line, runs the tests and submits; grading is its last step. Seconds by
-the clock and of CPU (the process and its children). Goal: at most 1.3 times an episode of the baseline.
+Each arm is a separate process that runs one checkout: this one, and `--baseline` in a temporary git worktree.
+Both run episodes on the same repaired instances without a memo, in turns and in random order. An episode
+looks for the function, shows its file, repairs the line, runs the tests and submits; grading is its last
+step. Reported are wall-clock seconds and CPU seconds (of the process and its children). Goal: at most 1.3
+times an episode of the baseline.
 
     python scripts/bench/grading_cost.py --json OUT [--baseline 8f2a9b6] [--instances 60]
 """
@@ -29,7 +30,7 @@ FIGURES = ("grading wall", "grading cpu", "episode wall", "episode cpu")
 
 
 def work() -> None:
-    """An arm: plays each instance named on stdin and prints its four figures."""
+    """An arm: runs each instance named on stdin and prints its four figures."""
     from rlpipe.config.env import EnvConfig, SandboxConfig
     from rlpipe.envs.swe.suite import SweSuite
 
@@ -71,7 +72,7 @@ def played(arm: subprocess.Popen[str], name: str) -> list[float]:
 
 
 def measured(checkouts: dict[str, Path], instances: int) -> dict[str, list[list[float]]]:
-    """The figures of each arm for each instance; the first three of them warm up."""
+    """Return the figures of each arm for each instance; the first three instances warm up."""
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     sys.path.insert(0, str(ROOT))
     from tests.helpers.shipped_tasks import shipped

@@ -2,10 +2,10 @@
 
     python scripts/bench/greedy_equals.py --model DIR --json OUT [--prompts 200] [--tokens 32] [--gamma 3]
 
-Each prompt alone in transformers, many at once in the engine, without drafts and, where the checkpoint has
-an MTP layer, with them. transformers reads --plain-model, if given: the same weights in a layout that it
-knows. A prompt counts as different at its first other token; there the gap of transformers' two best logits
-is reported, as float32 rounding may choose either of two equal ones.
+transformers decodes each prompt by itself. The engine decodes many at once, without drafts and, if the
+checkpoint has an MTP layer, with them. transformers reads --plain-model, if given: the same weights in a
+layout that it knows. A prompt counts as different at its first differing token. There the gap between
+transformers' two best logits is reported, as float32 rounding may choose either of two equal ones.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How many drafts does a tree accept at temperature 0, and does that pay, against chains?
+"""How many drafts does a tree accept at temperature 0, and does it pay, compared with a chain?
 
     python scripts/bench/greedy_trees.py --model DIR --json OUT [--work chat] [--batches 1 8]
 
 Arms of the embedded engine decode the same prompts at temperature 0: no drafts, a chain of three
-(`greedy`), one of six, which are as many drafts as the smallest tree has, and trees. All of them emit the
-argmax of the target (the engine's tests), so only the number of accepted drafts differs. Arms have a process
-each and take turns within a repeat (`rollout_speed`); a ratio is the median over repeats of the ratio within
-one. `--work turns` plays conversations with held-out SWE instances (the shipped model), `chat` answers
-requests.
+(`greedy`), a chain of six (as many drafts as the smallest tree has), and trees. All of them emit the argmax
+of the target (the engine's tests check this), so only the number of accepted drafts differs. Arms have a
+process each and take turns within a repeat (`rollout_speed`); a ratio is the median over repeats of the ratio
+within one. `--work turns` continues conversations about held-out SWE instances (the shipped model); `--work
+chat` answers requests.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns how things are measured and written; a bench states its question, its arms and its sizes. Arms take turns
 within a repeat, in an order that is reversed every other repeat, so that a disturbance or a slow drift of the
-machine hits all of them alike, and a ratio is the median over repeats of the ratio within a repeat. The clock
-is an argument, so that a test can plant speeds and see them come out as planted.
+machine affects all of them equally. A ratio is the median over repeats of the ratio within a repeat. The
+clock is an argument, so that a test can plant speeds and check that they are reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def git(*command: str) -> str:
     """Return what git prints about this checkout.
 
     Raises:
-        subprocess.CalledProcessError: it is no checkout.
+        subprocess.CalledProcessError: it is not a checkout.
     """
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
@@ -79,7 +79,7 @@ class Samples:
         return [work / seconds for work, seconds in zip(self.work[arm], self.seconds[arm], strict=True)]
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Return how many times as long as `fast` the arm `slow` takes for the same work."""
+        """Return the time of the arm `slow` over that of `fast`, for the same work."""
         return paired_ratio(self._costs(slow), self._costs(fast))
 
     def ratios(self, pairs: Iterable[tuple[str, str]], *, digits: int = 2) -> dict[str, float]:
@@ -99,16 +99,16 @@ class Samples:
 def take_turns(
     arms: Mapping[str, Arm], repeats: int, *, warm_up: int = 1, clock: Clock = time.perf_counter
 ) -> Samples:
-    """Run the arms in turns and return what each took.
+    """Run the arms in turns and return the samples of each.
 
     Args:
         arms: by name. What an arm returns, if it is a number, is the work it did (tokens, bytes, calls).
         repeats: rounds that are counted; the order of the arms is reversed in every other one.
-        warm_up: rounds before them that are not.
-        clock: seconds; a test plants its own.
+        warm_up: rounds before the counted ones.
+        clock: seconds; a test passes its own.
 
     Raises:
-        ValueError: nothing is counted, or the clock did not move while an arm ran, so that no speed is known.
+        ValueError: nothing is counted, or the clock did not advance while an arm ran, so it has no speed.
     """
     if repeats < 1 or not arms:
         raise ValueError(f"{repeats} repeats of {len(arms)} arms measure nothing: give one of each at least.")
@@ -132,7 +132,7 @@ def take_turns(
 
 
 def repeated(arm: Callable[[], object], calls: int, synchronize: Callable[[], None] = lambda: None) -> Arm:
-    """Return an arm of so many calls, whose work is their number; synchronize: waits for the device."""
+    """Return an arm of so many calls; their number is its work. synchronize: waits for the device."""
 
     def run() -> int:
         for _ in range(calls):
@@ -151,7 +151,7 @@ def calls_for(
     synchronize: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> int:
-    """Return how many calls of an arm fill `budget_s` seconds, between 1 and `most`; calls it once."""
+    """Return how many calls of an arm fill `budget_s` seconds, between 1 and `most`. Calls the arm once."""
     started = clock()
     arm()
     synchronize()
@@ -159,11 +159,11 @@ def calls_for(
 
 
 class ArmProcess:
-    """An arm in a process of its own, as pools of threads and caches of one arm slow another down.
+    """An arm in its own process, as thread pools and caches of one arm slow another down.
 
-    `make` is called there and returns an object with a method `run`. Between calls the process and all that
-    it started are stopped, as a server that polls would take a core from the arm whose turn it is. Each is
-    started before the next, so that one that measures its own costs is not disturbed.
+    `make` is called there and returns an object with a method `run`. Between calls the process and its
+    children are stopped (SIGSTOP), as a server that polls would take a core from the arm whose turn it is.
+    Each process is started before the next, so that an arm that measures its own costs is not disturbed.
     """
 
     def __init__(self, make: Callable[[], Any], *, prepare: Callable[[], None] | None = None) -> None:
@@ -196,7 +196,7 @@ class ArmProcess:
         self._process.join()
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all that it started; those that ended meanwhile need none."""
+        """Send a signal to the process and its children; children that ended meanwhile are ignored."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self._process.pid)
             for member in (*process.children(recursive=True), process):
@@ -229,7 +229,7 @@ def _serve_arm(pipe: Any, make: Callable[[], Any], prepare: Callable[[], None] |
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """One request: when it began and ended, in seconds, and the tokens it was given between."""
+    """One request: when it began and ended, in seconds, and how many tokens it generated between."""
 
     start: float
     end: float
@@ -237,25 +237,25 @@ class Span:
 
 
 def full_batch_rate(spans: Sequence[Span], batch: int) -> float:
-    """Return the tokens per second of a server that is kept full, from requests of which `batch` run at once.
+    """Return the tokens per second of a server at full batch, from requests of which `batch` run at once.
 
     The window is the time in which the batch was full: from the start of the request that filled it to the
     first end that no waiting request followed. A request's tokens are spread evenly over its time, and those
-    inside the window count. Rates of ends alone would not do: where all requests of a batch end together, the
-    time between two ends is none, and the speed has no bound.
+    inside the window count. The rate between request ends would not do: where all requests of a batch end
+    together, no time passes between two ends, and the speed is unbounded.
 
     >>> spans = [Span(t, t + 1, 100) for t in (0.0, 1.0, 2.0) for _ in range(8)]
     >>> full_batch_rate(spans, 8)
     800.0
 
     Raises:
-        ValueError: the batch was never full for a while, or more than `batch` requests ran at once.
+        ValueError: the batch was at no time full, or more than `batch` requests ran at once.
     """
     if len(spans) < 2 * batch:
         raise ValueError(f"{len(spans)} requests cannot keep a batch of {batch} full: queue twice as many.")
     starts, ends = sorted(s.start for s in spans), sorted(s.end for s in spans)
 
-    # No request may start before one of those `batch` positions back has ended.
+    # A request may start only after the one `batch` positions before it has ended.
     if any(start < end for start, end in zip(starts[batch:], ends, strict=False)):
         raise ValueError(f"more than {batch} requests ran at once: bound them before measuring that batch.")
 
@@ -312,7 +312,7 @@ def provenance(
     packages: Sequence[str] = ("torch",),
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Return where figures come from: commit, date, versions, device, load before and after, settings."""
+    """Return the provenance of figures: commit, date, versions, device, load before and after, settings."""
     values = settings if isinstance(settings, Mapping) else vars(settings)
     return {
         "commit": commit(),
@@ -331,7 +331,7 @@ def provenance(
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON has it; paths inside the checkout are relative, of others the name is left."""
+    """Return a setting as JSON has it. Paths inside the checkout become relative, others only their name."""
     if not isinstance(value, Path):
         return value
     path = value.resolve()
@@ -357,6 +357,6 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_result(out: Path | None, result: Mapping[str, Any]) -> None:
-    """Write a result as JSON; without a file, do nothing, as it was printed."""
+    """Write a result as JSON. Does nothing without a file, as the result was printed."""
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")

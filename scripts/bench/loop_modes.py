@@ -2,15 +2,15 @@
 
     python scripts/bench/loop_modes.py --json OUT --model DIR [--modes rejection none] [--steps 3] [KEY=VALUE]
 
-The main job (swe_rl) by the real command line: trainer, rollout worker and, by default, an SGLang server on
-one GPU (`cluster=one_gpu`). Every turn decodes 256 tokens more, which are thrown away, as the shipped model's
-own turns are too short to say anything. The first step warms up; figures are medians over the others. Modes
-run one after the other and the file is written after each; one that fails is named in it, and the exit status
-is 1.
+The main job (swe_rl) runs by the real command line: trainer, rollout worker and, by default, an SGLang server
+on one GPU (`cluster=one_gpu`). Every turn decodes 256 extra tokens, which are thrown away, as the turns of
+the shipped model are too short for a measurement. The first step warms up; figures are medians over the other
+steps. Modes run one after the other, and the file is written after each. If a mode fails, the file names it
+and the exit status is 1.
 
 `logprob_diff`  mean |p_rollout - p_trainer| of the tokens that are trained on
-`without_kernels`  share of verify steps that a server on a GPU did in torch, as its kernels failed
-`generated_tokens_per_s`  of the time in which the engine was busy
+`without_kernels`  share of verify steps that a GPU server computed in torch because its kernels failed
+`generated_tokens_per_s`  counting only the time in which the engine was busy
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness import ROOT, bench_parser, load_average, provenance, write_result
 
 ON_ONE_GPU = [
     *("cluster=one_gpu", "rollout=sglang"),
-    "rollout.sglang.extra_arguments=[--disable-prefill-cuda-graph]",  # a minute of each start
+    "rollout.sglang.extra_arguments=[--disable-prefill-cuda-graph]",  # saves a minute of each start
 ]
 WORK = [
     *("injection.long_turn_share=1", "injection.long_turn_tokens=256", "val.every=0", "trainer.lr=1e-12"),
@@ -48,7 +48,7 @@ METRICS: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
 
 
 def summary(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of a run from its metrics; those that it never emitted are left out.
+    """Return the figures of a run from its metrics; metrics that it never emitted are left out.
 
     >>> summary([{"timing_s/step": 9.0}, {"timing_s/step": 2.0}, {"timing_s/step": 4.0}])
     {'step_s': 3.0}
@@ -62,7 +62,7 @@ def summary(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def step_ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return how many times as long as in the first mode a step takes in each other.
+    """Return the step time of each other mode over that of the first mode.
 
     >>> step_ratios({"rejection": {"step_s": 2.0}, "none": {"step_s": 3.0}})
     {'none / rejection': 1.5}
@@ -72,7 +72,7 @@ def step_ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def measure(mode: str, model: Path, steps: int, settings: Sequence[str]) -> dict[str, float]:
-    """Run the main job in one mode and return its figures. Raises RuntimeError with its last lines."""
+    """Run the main job in one mode and return its figures. Raises RuntimeError with its last output."""
     with tempfile.TemporaryDirectory() as folder:
         run = f"{folder}/run"
         given = [f"model.path={model}", f"run.dir={run}", f"run.steps={steps}", f"spec.mode={mode}"]

@@ -1,15 +1,15 @@
-"""How far is the memory estimate (rlpipe/memory) from what a process really takes?
+"""How far is the memory estimate (rlpipe/memory) from the memory that a process takes?
 
-Each case plays in a process of its own, on the CPU, where trainer and engine run the code that they run on
-a GPU: a tiny model first, so that libraries and their buffers are there, then a random model of the case's
-sizes. Measured is the most that the process had resident, less what it had before the model was built: of a
-trainer during its second step (the first one touches the optimizer's pages), of an engine while its weights
-are replaced and its rows, all full, decode. The kernel keeps that maximum (VmHWM, reset by clear_refs), so
-that no peak is missed; the allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so that what
-is resident is what is held. With a GPU the large trainers can be chosen (`--only large`, `--only long`):
-there it is the most that torch had allocated. Mixtures of experts play with `--only experts`. With `--model`,
-two steps of smollm_rl on that checkpoint run in one process as a user runs them, libraries, validation and
-the last checkpoint included; measured is the most that the process had resident.
+Each case runs in its own process, on the CPU, where trainer and engine run the same code as on a GPU. A tiny
+model runs first, so that libraries and their buffers are loaded; then a random model of the case's sizes.
+Measured is the peak resident memory of the process, less what it had before the model was built: for a
+trainer, during its second step (the first one touches the optimizer's pages); for an engine, while its
+weights are replaced and while its rows, all full, decode. The kernel records that peak (VmHWM, reset by
+clear_refs), so none is missed. The allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so
+that resident memory is memory in use. With a GPU the large trainers can be chosen (`--only large`,
+`--only long`); there the measure is the peak that torch allocated. MoE cases run with `--only experts`. With
+`--model`, two steps of smollm_rl on that checkpoint run in one process as a user runs them, libraries,
+validation and the last checkpoint included; the measure is the peak resident memory of the process.
 
     python scripts/bench/memory_estimate.py --json OUT [--only NAME ...] [--model SMOLLM2]
 """
@@ -179,7 +179,7 @@ def full_batch(vocab: int, trainer: TrainerConfig) -> Any:
 
 
 def generate(path: Path, config: Config, step: Any) -> None:
-    """Full rows decode a few tokens, the weights are replaced, and they do so again; `step` comes between."""
+    """Decode a few tokens in full rows, replace the weights, and decode again; call `step` in between."""
     from rlpipe.models.checkpoint import read_weights
     from rlpipe.rollout.embedded import EmbeddedEngine
     from rlpipe.types import GenerateRequest, SamplingParams

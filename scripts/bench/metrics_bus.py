@@ -1,11 +1,13 @@
-"""How many reports does the metrics bus take in a second of one core, and how long does a report page take?
+"""How many reports per second does the metrics bus take on one core, and how long does a report page take?
 
 A report is one `emit` of one value, from one thread, with a JSONL file, a trace and an events file attached;
 a step is committed after every 1,000 reports. Goal: 100,000 reports a second. Arms in the same run: a whole
-dict of 40 values per emit (what an actor sends), a distribution per emit, and a dict without the bus (the
-baseline: what merging costs by itself). Seconds are CPU seconds of the emitting thread.
+a step is committed after every 1,000 reports. Goal: 100,000 reports a second. Other arms in the same run: a
+dict of 40 values per emit (what an actor sends), a distribution per emit, and the dict without the bus (the
+baseline: the cost of merging only). Seconds are CPU seconds of the emitting thread.
 
-The page is made of a synthetic run of 1,000 steps with 4,000 recorded trajectories; goals: 20 s, 10 MB.
+The report page is that of a synthetic run of 1,000 steps with 4,000 recorded trajectories. Goals: 20 s and
+10 MB.
 
     python scripts/bench/metrics_bus.py --json OUT [--reports 50000] [--repeats 5]
 """

@@ -1,7 +1,7 @@
 """Is every mistake of the table refused before anything starts, how fast, and does the message help?
 
-Plays each row of tests/helpers/mistakes.py as the command that a user types, in a folder and with a HOME of
-its own. A message helps when it says what is wrong, the value, and the remedy, without a traceback. Goals:
+Runs each row of tests/helpers/mistakes.py as the command that a user types, in its own folder and with its
+own HOME. A message helps when it states what is wrong, the value, and the fix, without a traceback. Goals:
 all of them, each under 10 s.
 
     python scripts/bench/mistakes.py --json OUT [--processes 4]

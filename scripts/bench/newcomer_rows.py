@@ -1,13 +1,13 @@
-"""How are the 34 mistakes answered that a newcomer's pass found answered badly (16) or fairly (18)?
+"""How are the 34 mistakes answered now that a newcomer's test found answered badly (16) or fairly (18)?
 
-One of the 34, a PEFT or GGUF folder as a model, is played as two rows.
-Plays each as the command that a user types, in a folder of its own, with real runs, signals and a small disk.
-A row is answered as it should be when the exit status is right, the output has everything that the row names
-(what is wrong, where, and what to do), no traceback, and it ends in the given seconds.
+Runs each mistake as the command that a user types, in its own folder, with real runs, signals and a small
+disk. One of the 34, a PEFT or GGUF folder as a model, is run as two rows. A row passes when the exit status
+is right, the output has everything that the row lists (what is wrong, where, and what to do) and no
+traceback, and the command ends within the row's seconds.
 
     python scripts/bench/newcomer_rows.py --json OUT [--rows NAME ...]
 
-A pass that was interrupted is continued by the same command.
+To continue an interrupted pass, run the same command again.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ Prepare = Callable[[Path], object]
 
 @dataclass(kw_only=True)
 class Row:
-    """One mistake. before: commands that make a run first. says, silent: patterns that the output has or not.
+    """One mistake. before: commands that make a run first. ends_at: pattern at which SIGTERM is sent.
 
-    ends_at: pattern at which SIGTERM is sent. shell: what precedes the command, run by a shell.
+    says, silent: patterns that the output must or must not have. shell: shell code that precedes the command.
     """
 
     name: str
@@ -430,9 +430,9 @@ def _portable(said: str, folder: Path) -> str:
 
 
 def _run(command: list[str], row: Row, folder: Path, env: dict[str, str]) -> tuple[int, float, str]:
-    """Run a command to its end, by SIGTERM where the row says so; return status, seconds and output.
+    """Run a command to its end, or to the row's SIGTERM; return status, seconds and output.
 
-    Seconds are of the command, or from the signal on.
+    Seconds count from the start of the command, or from the signal if there is one.
     """
     out, started, signalled = folder.parent / "said", time.perf_counter(), False
     with out.open("w") as file:
@@ -451,7 +451,7 @@ def _run(command: list[str], row: Row, folder: Path, env: dict[str, str]) -> tup
 
 
 def earlier(out: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the answers that a file has already, each with the commit on which its row ran."""
+    """Return the answers that a file already has, each with the commit on which its row ran."""
     known = json.loads(out.read_text())["rows"] if out and out.exists() else []
     return {answer["row"]: answer for answer in known}
 

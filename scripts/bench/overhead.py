@@ -1,17 +1,18 @@
 """How much of a step do the ledger and the metrics cost? Goal: less than 2%.
 
-The main job (swe_rl) in one process, so that every part of it can be seen: each call of the ledger, of the
-metrics bus, of its sinks (on their threads), of spans, of recorded rollouts, alarms and advice, and of the
-metrics computed from trajectories adds the CPU seconds of its thread. Two shares of the steps' time are told:
-of CPU seconds (what they take from everything else), and of seconds that the loop spent in such calls
-(interruptions by other threads included, so it is the larger one on a busy machine). Not in it: the probe,
-which reads the model and has a metric of its own (timing_s/probe); what the trainer adds up of its tensors;
-the report at the end; and W&B, whose service is a process of its own (metrics.wandb=off here). Whatever else
-takes the cores makes steps longer and the shares smaller: milliseconds of CPU per step are told as well.
+The main job (swe_rl) runs in one process, so that every part of it can be measured. Timed are the calls of
+the ledger, the metrics bus, its sinks (on their threads), spans, recorded rollouts, alarms and advice, and of
+the metrics computed from trajectories; each call adds the CPU seconds of its thread. Two shares of the steps'
+time are reported: of CPU seconds (what the calls take from everything else), and of wall-clock seconds that
+the loop spent in them. The second includes interruptions by other threads, so it is larger on a busy machine.
+Not included are the probe, which reads the model and has its own metric (timing_s/probe); the sums that the
+trainer takes of its tensors; the report at the end; and W&B, whose service is a separate process
+(metrics.wandb=off here). Other load on the cores makes steps longer and the shares smaller, so milliseconds
+of CPU per step are reported as well.
 
-A second arm has every part that can be switched off switched off (no console, trace, recorded rollouts or
-advice), in runs that alternate with the first: their difference is what the first measurement should explain,
-if it is not less than the noise.
+A second arm switches off every part that can be switched off (no console, trace, recorded rollouts or
+advice), in runs that alternate with the first arm's. Unless it is lost in noise, the difference between the
+arms should equal what the first measurement attributes to these parts.
 
     python scripts/bench/overhead.py --json OUT [--steps 12] [--repeats 3]
 """
@@ -71,7 +72,7 @@ _spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])  # part -> C
 
 
 def counted(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-    """`function`, its time added to a part; nested calls count as the outer one."""
+    """Wrap `function` so that its time is added to a part; nested calls count as the outer one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ def instrument() -> None:
 
 
 def child(out: Path, steps: int) -> None:
-    """The run of one arm, in this process; what was counted behind the warm-up goes to `out`."""
+    """Run one arm in this process and write to `out` what was counted after the warm-up."""
     instrument()
     from rlpipe.metrics.bus import MetricsBus
 
@@ -136,7 +137,7 @@ def child(out: Path, steps: int) -> None:
 
 
 def run(overrides: list[str], steps: int, seed: int) -> dict[str, Any]:
-    """Seconds of the steps of one run, and shares of what was counted."""
+    """Seconds of the steps of one run, and the share of each counted part."""
     with tempfile.TemporaryDirectory() as directory:
         counted_file = Path(directory) / "counted.json"
         settings = [*JOB, *QUIET, *overrides, f"run.dir={directory}/run", f"run.steps={steps}"]

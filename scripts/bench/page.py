@@ -1,10 +1,10 @@
 """Writes the benchmark pages, and the figures in other documents, from the committed results.
 
-Every figure is computed from a JSON under scripts/bench/results or recipes/; `figures.toml` says per question
-which file, command and date, and how its answer reads. docs/developer/benchmark_log.md has all of them,
-docs/benchmarks.md those marked `summary`. Other documents hold blocks between `<!-- figure NAME -->` and
-`<!-- end -->`, which are filled with the answer of that name. A test fails when a page is not what this
-script writes, or when a result has no entry.
+Every figure is computed from a JSON under scripts/bench/results or recipes/. `figures.toml` states for each
+question the file, command and date, and the wording of its answer. docs/developer/benchmark_log.md has all
+of them, docs/benchmarks.md those marked `summary`. Other documents hold blocks between `<!-- figure NAME -->`
+and `<!-- end -->`, which are filled with the answer of that name. A test fails when a page differs from what
+this script writes, or when a result has no entry.
 
     python scripts/bench/page.py [--check]
 """
@@ -141,7 +141,7 @@ def documents() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write what is not current; with --check name it and fail instead."""
+    """Write every document that is not current; with --check, name it and fail instead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
 """How long does `scripts/quickstart` take in a fresh clone with an empty HOME, installation included?
 
 The committed state is cloned into a temporary directory, and the script is run there as a newcomer would.
-Seconds of each part are those that the script prints. The goal is 720 seconds on two cores; with --real, that
-is of a released model (`scripts/quickstart --real`), 900.
+The seconds of each part are those that the script prints. The goal is 720 seconds on two cores, or 900 for
+the released model (--real, which runs `scripts/quickstart --real`).
 
     python scripts/bench/quickstart.py --json OUT [--real] [key=value ...]
 """
@@ -21,7 +21,7 @@ from typing import Any
 from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a newcomer's shell does not have.
+# Variables that a newcomer's shell does not have.
 DEVELOPERS = ("RLPIPE_", "PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME")
 GOALS = {"swe_rl": 720, "smollm_rl": 900}  # seconds
 

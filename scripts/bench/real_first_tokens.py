@@ -3,12 +3,13 @@
     python scripts/bench/real_first_tokens.py --model DIR --json OUT [--turns 4000] [--draft-vocab checkpoint]
         [--modes none rejection block tree target_only] [--engine embedded | sglang]
 
-One chat request, sampled --turns times at temperature 1, four tokens each: the first follows the prompt, the
-others follow verify steps. Given the tokens before it, each token is one draw from the row that transformers
-computes after them in float32; a row's 63 likeliest tokens are a cell each, and all others together one.
-Scores are standard normal, by position and for all four (`rlpipe/certify/statistics.py`): the largest of
-five is above 4.1 once in 10,000 runs of a right engine (alpha 1e-4). Power: the same tokens, judged by the
-distribution at a temperature of 1 + 16 / sqrt(turns), must score above that.
+One chat request is sampled --turns times at temperature 1, four tokens each: the first follows the prompt,
+the others follow verify steps. Given the tokens before it, each token is one sample from the row that
+transformers computes after them in float32. A row's 63 likeliest tokens are one cell each, and all others
+together are one cell. Scores are standard normal, by position and for all four
+(`rlpipe/certify/statistics.py`). For a correct engine the largest of the five exceeds 4.1 once in 10,000 runs
+(alpha 1e-4). To show power, the same tokens are also tested against the distribution at a temperature of
+1 + 16 / sqrt(turns), and must then score above 4.1.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def position_scores(
 
 
 def main() -> int:
-    """Sample in every mode, judge, write; return 1 where a distribution does not hold."""
+    """Sample and test every mode and write the result; return 1 if a mode's distribution is wrong."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", default="embedded", choices=["embedded", "sglang"])

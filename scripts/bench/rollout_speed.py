@@ -1,20 +1,21 @@
-"""How fast does the embedded engine decode: against transformers `generate`, and with against without drafts?
+"""How fast does the embedded engine decode, compared with transformers `generate`, and what do drafts gain?
 
-Arms run on the same prompts, sampled at temperature 1, each in a process of its own (as in use: thread
-pools and caches of one arm slow another down), and take turns within a repeat, so that a disturbance hits
-all of them. Reported, in tokens per second of wall time with prefill: the median over repeats and its
-spread; a ratio is the median over repeats of the ratio within the repeat. Two workloads, `--rounds` times
-B prompts each:
+Arms run on the same prompts, sampled at temperature 1. Each has its own process, as in use (thread pools and
+caches of one arm slow another down), and they take turns within a repeat, so that a disturbance affects all
+of them. Reported are tokens per second of wall time with prefill: the median over repeats and its spread. A
+ratio is the median over repeats of the ratio within the repeat. There are two workloads, each of `--rounds`
+times B prompts:
 
 `fixed`  exactly 128 tokens a prompt, stop tokens ignored. transformers decodes batches of B one after
          another; the engine has B rows and takes the next prompt when a row is free.
-`turns`  shipped model, engine only: the turns of conversations with held-out SWE instances (a
-         demonstrator's, so that all arms see the same past), B conversations at once, a turn ends at a stop
-         token, keys of the past are reused. This is what a rollout does, and its acceptance is a rollout's;
-         beyond a turn's end, where `fixed` goes, neither model nor draft was trained.
+`turns`  shipped model, engine only: the turns of conversations about held-out SWE instances. The
+         conversations are a demonstrator's, so that all arms see the same past. B conversations run at once,
+         a turn ends at a stop token, and keys of the past are reused. A rollout decodes in the same way, so
+         this acceptance is realistic. `fixed` goes beyond a turn's end, where neither model nor draft was
+         trained.
 
 Models: the shipped one on held-out SWE statements, and a random one of 27M parameters in bfloat16.
-Acceptance of a random draft means nothing: that model shows the speed of `none` and the price of drafts.
+The acceptance of a random draft is meaningless: that model shows the speed of `none` and the cost of drafts.
 
     python scripts/bench/rollout_speed.py --json OUT [--threads 1] [--repeats 5] [--batches 1 8 32]
 """
@@ -182,7 +183,7 @@ class EngineArm:
                 self._engine.end_session(session)
 
         async def play_all() -> None:
-            # In `fixed` all requests wait in the engine, as in a queue of prompts.
+            # In `fixed` all requests are queued in the engine at once.
             room = asyncio.Semaphore(batch if work.stops else len(work.conversations))
             await asyncio.gather(*(play(i, turns, room) for i, turns in enumerate(work.conversations)))
 
@@ -227,7 +228,7 @@ def measure(
 ) -> tuple[dict[str, list[float]], dict[str, SpecCounts]]:
     """Speeds and counts of each arm: a warm-up run each, then `repeats` rounds in which they take turns.
 
-    learning: arms that run so many times more before anything is measured.
+    learning: extra runs of these arms before anything is measured.
     """
     running = start_arms(arms, threads)
     for name, runs in (learning or {}).items():
@@ -315,7 +316,7 @@ def bench_model(model: Path, dtype: str, workloads: dict[str, Workload], args: A
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run the requested workloads and write one JSON."""
     parser = bench_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3, help="prompts per row and repeat")

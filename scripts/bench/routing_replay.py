@@ -1,10 +1,10 @@
-"""How much nearer is the trainer to the rollout when tokens go to the experts that read them there?
+"""How much closer is the trainer to the rollout when tokens go to the experts that the rollout chose?
 
-The shipped mixture samples turns of the shipped tasks, from conversations of a careful demonstrator, with
-drafts; a trainer with the same weights then scores the same tokens with and without the recorded experts. All
-that differs is rounding: which arm computes in which type. Per seed: mean |p_rollout - p_trainer| over the
-sampled tokens, KL(rollout || trainer) by its k3 estimate, and the share of tokens (over layers) whose experts
-the trainer would have chosen otherwise.
+The shipped MoE samples turns of the shipped tasks, from conversations of a careful demonstrator, with drafts.
+A trainer with the same weights then scores the same tokens with and without the recorded experts. The only
+difference is rounding: which arm computes in which type. Reported per seed: mean |p_rollout - p_trainer| over
+the sampled tokens, KL(rollout || trainer) by its k3 estimate, and the share of tokens (over layers) for which
+the trainer would have chosen other experts.
 
     python scripts/bench/routing_replay.py --json OUT [--seeds 5] [--instances 24] [--model PATH]
 """

@@ -1,9 +1,10 @@
-"""How much memory can a command take from a machine, whatever it tries, against the limit of its sandbox?
+"""How much memory can a command take from a machine, whatever it tries, compared with its sandbox's limit?
 
-Each attack is one command that takes all it can in one way. It runs in the sandbox twice: held by control
-groups ("with") and only by the watch ("without"). Either way a process of its own plays it inside a further
-group whose limit is far above, and whose peak, beyond what it held before, is what the kernel counted. Also
-the time of a command that does nothing, in both arms. Needs a memory controller (`scripts/doctor` shows).
+Each attack is one command that takes all the memory it can in one way. It runs in the sandbox twice: limited
+by control groups ("with") and only by the watch ("without"). In both arms a separate process runs it inside a
+further group, whose limit is far above the sandbox's; the kernel's peak of that group, beyond what it held
+before, is the figure. Also reported is the time of a command that does nothing, in both arms. Needs a memory
+controller (`scripts/doctor` shows whether there is one).
 
     python scripts/bench/sandbox_memory.py --json OUT
 """

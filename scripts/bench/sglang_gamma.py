@@ -1,18 +1,20 @@
-"""Does an SGLang server with rlpipe's policy draft as many tokens as pays, at every batch size?
+"""Does an SGLang server with rlpipe's policy draft the best number of tokens at every batch size?
 
-One CPU server, rejection: gamma 0 to 3 and adaptive (0 to 3) take turns on it, so that no two processes are
-compared; `forced_gamma.py` sets the arm of the server. A recorded load with long tails: held-out SWE
-prompts, which the draft was trained for, and reasoning tasks, which it was not; lengths are drawn once
-(log-normal, seeded, part of the result) and exact, so every arm makes the same tokens. At most `batch`
-requests run at once, --queued times as many are asked for, and the last ones run ever more alone. Cells of
-the two kinds of prompts follow one another; adaptive runs --learning times at each before it is measured,
-and at the largest batch before all, so that no batch size is new. A fixed gamma that was slower than FAR of
-the best in its first run of a cell is not run there again; the others repeat until a cell has taken
---seconds. Goals: at least .95 of the best fixed gamma in each cell (median over repeats of the ratio within
-a repeat, with its interval), and above each one over the whole load.
+Gamma 0 to 3 and adaptive gamma (0 to 3) take turns on one CPU server, by rejection, so that no two processes
+are compared; `forced_gamma.py` sets the arm of the server. The load is recorded and has long tails. Prompts
+are held-out SWE instances, which the draft was trained for, and reasoning tasks, which it was not. Answer
+lengths are sampled once (log-normal, seeded, part of the result) and exact, so every arm makes the same
+tokens. At most `batch` requests run at once of --queued times as many, so the batch empties towards the end.
+Cells of the two kinds of prompts alternate. The adaptive arm runs --learning times in each cell before it is
+measured there, and at the largest batch before everything else, so that no batch size is new. A fixed gamma
+that was slower than FAR of the best in its first run of a cell is not run there again; the others repeat
+until a cell has taken --seconds. Goals: at least .95 of the best fixed gamma in each cell (median over
+repeats of the ratio within a repeat, with its interval), and faster than each fixed gamma over the whole
+load.
 
-With the shipped model a step costs the same whatever it drafts, and the deepest drafts always pay. --grow
-sizes gives it the costs of a larger one (scripts/grow_checkpoint): what it says and accepts stays.
+With the shipped model a step costs the same however many tokens it drafts, so the deepest drafts always pay.
+--grow gives the model the costs of a larger one (scripts/grow_checkpoint) without changing its outputs or
+its acceptance.
 
     python scripts/bench/sglang_gamma.py --json OUT [--grow] [--seconds 30] [--batches 1 2 4 ...]
 """
@@ -53,7 +55,7 @@ GAMMA, SPREAD, SHORTEST, LONGEST = 3, 1.0, 8, 256
 GROWN = "--hidden 256 --heads 4 --kv-heads 2 --head-dim 64 --intermediate 2048 --layers 8 --vocab 4000"
 ARMS = {f"gamma {width}": str(width) for width in range(GAMMA + 1)} | {"adaptive": "a"}
 DOMAINS = ["swe", "reasoning"]
-FAR = 0.85  # of the best fixed gamma's tokens per second
+FAR = 0.85  # share of the best fixed gamma's tokens per second
 Load = list[tuple[list[int], int]]  # prompt, tokens to make
 
 
@@ -117,7 +119,7 @@ def grown(model: Path, sizes: str, target: Path) -> Path:
 
 
 def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
-    """Measure one cell: rows of all arms, and adaptive against the best."""
+    """Measure one cell: the rows of all arms, and adaptive against the best fixed gamma."""
     tokens = sum(length for _, length in load)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     counts = {arm: SpecCounts() for arm in ARMS}
@@ -156,7 +158,7 @@ def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run the requested cells and write one JSON."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="at least, of each cell")
@@ -188,7 +190,7 @@ def main() -> None:
                     f"drafts a step {width}, tokens/s {speeds}",
                     flush=True,
                 )
-                write(args, before, results)  # after each cell, so that a run that is cut short leaves some
+                write(args, before, results)  # after each cell, so that an interrupted run keeps its cells
         finally:
             bench.engine.close()
 

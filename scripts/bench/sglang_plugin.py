@@ -1,13 +1,13 @@
-"""How fast does an SGLang server decode with rlpipe's plugin, and without, and where does its CPU time go?
+"""How fast does an SGLang server decode with and without rlpipe's plugin, and where does its CPU time go?
 
     python scripts/bench/sglang_plugin.py --json OUT [--model DIR] [--batches 1 8 32 64] [--device cuda]
 
-Two servers of the same settings, one of them without the plugin, are asked for the same requests in turns, in
-an order that changes with each repeat. Four batches are queued, of which one runs; counted are the tokens of
-the time in which the batch is full. Prompts are 16 tokens
-of their own behind --context tokens that all share, as siblings do. CPU: seconds per 1,000 tokens of the
-server's processes, over the whole wave; with --py-spy PROGRAM (pip install py-spy, anywhere) also those of
-the scheduler by part, from samples of it.
+Two servers with the same settings, one of them without the plugin, get the same requests in turns, in an
+order that changes with each repeat. Four batches are queued, of which one runs; only the tokens of the time
+in which the batch is full count. Each prompt has 16 tokens after a prefix of --context tokens that all share,
+as siblings do. CPU time is the seconds per 1,000 tokens of the server's processes, over the whole wave. With
+--py-spy PROGRAM (pip install py-spy, anywhere) the scheduler is sampled, and its CPU time is also reported by
+part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlpipe.types import GenerateRequest, SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, QUEUED = 16, 4
 ARMS = {"plugin": True, "stock": False}
-PARTS = {  # of a scheduler's stack, the first that has one of these counts; last what is in no part
+PARTS = {  # a stack belongs to the first part that lists one of its functions; the last part has the others
     "attention": ("_run_sdpa_forward", "rlpipe_sglang/attention"),
     "verification": ("rlpipe_sglang/verify", "eagle_sample"),
     "drafts": ("proposed (", "drawn (", "sample_draft_proposal", "fast_sample", "renorm_draft_probs"),
@@ -70,7 +70,7 @@ def sampled_parts(file: Path) -> Counter[str]:
 
 @contextmanager
 def sampling(engine: SglangEngine, program: str, file: Path) -> Iterator[None]:
-    """Samples of the scheduler's stacks in `file`, unless there is no program for it."""
+    """Sample the scheduler's stacks into `file`, unless there is no program for it."""
     if not program:
         yield
         return
@@ -86,7 +86,7 @@ def sampling(engine: SglangEngine, program: str, file: Path) -> Iterator[None]:
 
 
 async def wave(engine: SglangEngine, batch: int, context: int, tokens: int, name: str) -> float:
-    """Tokens per second of the middle of one wave."""
+    """Tokens per second in the middle of one wave."""
     rng = np.random.default_rng(0)
     spans: list[Span] = []
     slots = asyncio.Semaphore(batch)

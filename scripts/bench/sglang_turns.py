@@ -2,13 +2,13 @@
 
     python scripts/bench/sglang_turns.py --json OUT [--before 86ed5e3] [--python P] [--python-before P]
 
-Both revisions have a process, an engine and a CPU server of their own, shipped model, rejection; they take
-turns. **turns**: 64 trajectories at once, in groups of eight, play conversations with held-out SWE instances
-(a demonstrator's, so that both see the same past): about ten tokens a turn, five turns, then the next group.
-Counted are the tokens of turns that end behind the first quarter of a play and before its end, and the
-processor time by process. **answers**: only the worker's processor time, for answers of 200 and 2,000
-tokens, with and without the 20 likeliest tokens. There a process that sends SGLang's answers replaces the
-server, with rlpipe's plugin (packed numbers) and, at the earlier commit, without it (lists).
+Each revision has its own process, engine and CPU server, with the shipped model and rejection; the two take
+turns. **turns**: 64 trajectories at once, in groups of eight, run conversations about held-out SWE instances:
+about ten tokens a turn, five turns, then the next group. The conversations are a demonstrator's, so that both
+revisions see the same past. Reported are the tokens of turns that end after the first quarter of a run of the
+load and before its end, and the CPU time by process. **answers**: only the worker's CPU time, for answers of
+200 and 2,000 tokens, with and without the 20 likeliest tokens. Here a process that sends SGLang's answers
+replaces the server, with rlpipe's plugin (packed numbers) and, at the earlier commit, without it (lists).
 
 Goals: 1.3 times the tokens/s of the earlier commit; a third of the worker's time without the plugin.
 """
@@ -38,10 +38,10 @@ from harness import bench_parser, load_average, provenance, write_result
 ROOT = Path(__file__).resolve().parents[2]
 GROUP, CONTEXT, TURN_TOKENS, EVERY = 8, 512, 48, 256
 CELLS = [(200, 0), (2000, 0), (200, 20), (2000, 20)]
-ANSWERED = 40_000  # tokens a cell and repeat; a fifth of it with likeliest tokens
+ANSWERED = 40_000  # tokens per cell and repeat; a fifth of them with likeliest tokens
 
 
-# ---- a process that says what SGLang says ----
+# ---- a process that answers as SGLang does ----
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -110,7 +110,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def serve(port: int, packed: bool) -> None:
@@ -260,13 +260,13 @@ class Worker:
         self._line()
 
     def ask(self, **asked: Any) -> dict[str, Any]:
-        """Return what it measured."""
+        """Return the worker's measurements."""
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return json.loads(self._line())
 
     def close(self) -> None:
-        """End it and its server."""
+        """End the worker and its server."""
         self._process.stdin.close()
         self._process.wait()
 
@@ -388,7 +388,7 @@ def main() -> int:
         results = compared(given, Path(folder))
     settings = vars(given).copy()
     for internal in ("play", "answers", "serve", "python", "python_before"):
-        settings.pop(internal)  # paths of this machine say nothing
+        settings.pop(internal)  # internal options, and paths of this machine
     result = provenance(settings, load, packages=()) | {"settings": settings, "results": results}
     result["settings"].pop("json")
     write_result(given.json, result)

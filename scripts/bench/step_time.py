@@ -1,22 +1,23 @@
-"""How long is a training step: asynchronous against synchronous, and against TRL's GRPOTrainer?
+"""How long is a training step, asynchronous, synchronous, and with TRL's GRPOTrainer?
 
-Every arm trains the same model on the same work in the same run: 8 prompts x 8 completions of exactly
-128 sampled tokens, one optimizer step. Ours runs the real command line (Ray, Megatron, the embedded
-engine) with max_staleness 1 and 0; TRL runs `GRPOTrainer` in its own process on the same conversations,
-system prompt and chat template included; the mean length of prompts is reported and must agree. In short_*
-the system prompt is one line: ours runs a prompt that siblings share once, so a long one favours it. The
-first steps of each arm are warm-up, and the last ones of ours start no rollouts any more; median, mean and
-spread of the rest are reported.
+Every arm trains the same model on the same work in the same bench: 8 prompts x 8 completions of exactly
+128 sampled tokens, one optimizer step. The rlpipe arms run the real command line (Ray, Megatron, the embedded
+engine) with max_staleness 1 and 0. TRL runs `GRPOTrainer` in its own process on the same conversations, with
+the same system prompt and chat template; the mean length of prompts is reported and must agree. In short_*
+the system prompt is one line: rlpipe computes a prompt that siblings share only once, so a long one would
+favour it. The first steps of each arm are warm-up, and the last steps of rlpipe's arms start no more
+rollouts; median, mean and spread of the others are reported.
 
-Long tails (arms tail200_*, tail300_*, tail500_*): one turn in twenty decodes so many tokens beyond its 128,
-which are thrown away, so the trainer's work stays the same. A synchronous step waits for the last of them; at
-staleness 2 others go on, but a long one must be there two steps after it was admitted. `sync` gives each
-phase both cores, as if all devices changed roles; `apart` changes only the staleness (a core for each role).
-Prompts are short there, as they are against the answers of a reasoning model: attention to 280 tokens of
-prompt would be most of the rollout. In slow_* the environment takes 4 s longer for one episode in twenty.
-`trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the
-reward on held-out tasks before and after as well: the faster arm must not learn less. Utilisation is the
-share of the kept steps' time in which an engine generated, and in which the trainer trained.
+Long tails (arms tail200_*, tail300_*, tail500_*): one turn in twenty decodes that many tokens beyond its 128.
+They are thrown away, so the trainer's work stays the same. A synchronous step waits for the last long turn.
+At staleness 2 other turns continue, but a long one must finish within two steps of its admission. `sync`
+gives each phase both cores, as if all devices changed roles; `apart` changes only the staleness (a core for
+each role). Prompts are short in these arms, because the answers of a reasoning model are longer than its
+prompts: attention to 280 tokens of prompt would be most of the rollout. In slow_* the environment takes 4 s
+longer for one episode in twenty. `trained` arms are full runs of the main job (swe_rl, one turn in fifty 200
+tokens longer) that also report the reward on held-out tasks before and after: the faster arm must not learn
+less. Utilisation is the share of the counted steps' time in which an engine generated, and in which the
+trainer trained.
 
     python scripts/bench/step_time.py --json OUT [--steps 15] [--arms async sync async_none sync_none trl]
     python scripts/bench/step_time.py --json OUT --arms async_none trl short_none short_trl
@@ -66,7 +67,7 @@ TRAINED = [
     "injection.long_turn_tokens=200",
 ]
 STALE_2 = ["pipeline.max_staleness=2"]
-APART = ["pipeline.max_staleness=0"]  # synchronous, rollout and trainer keep a core each
+APART = ["pipeline.max_staleness=0"]  # synchronous, rollout and trainer have a core each
 SYNCHRONOUS = [*APART, "rollout.threads=2", "trainer.threads=2"]
 OURS = {
     "async": ["pipeline.max_staleness=1", "spec.mode=rejection"],
@@ -138,7 +139,7 @@ def run_trl(steps: int, short: bool) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = Qwen2ForCausalLM.from_pretrained(MODEL)
     model.generation_config.eos_token_id = None
-    tokenizer.eos_token = tokenizer.pad_token  # never sampled on purpose: completions run to TOKENS
+    tokenizer.eos_token = tokenizer.pad_token  # practically never sampled, so completions run to TOKENS
     sys.path.insert(0, str(ROOT))
     from rlpipe.config.env import EnvConfig, EnvName
     from rlpipe.envs import make_suite
@@ -185,7 +186,7 @@ def run_trl(steps: int, short: bool) -> dict[str, Any]:
 
 
 def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
-    """One arm, with its median and spread after warm-up; repeats are runs with seeds of their own."""
+    """Run one arm; return its median and spread after warm-up. Each repeat is a run with another seed."""
     if arm in TRL:
         command = [sys.executable, __file__, "--trl-child", arm, "--steps", str(steps)]
         printed = subprocess.run(

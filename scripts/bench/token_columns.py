@@ -1,14 +1,14 @@
-"""What does the way of token columns from the engine to the trainer cost, now and at an earlier revision?
+"""What does it cost to move token columns from the engine to the trainer, now and at an earlier revision?
 
-Each repeat of an arm is a process of its own that imports one revision and takes trajectories along the way
+Each repeat of an arm is a separate process that imports one revision and takes trajectories along the path
 of a training step: the engine's table -> results of turns -> trajectories -> pickled groups, as an object
 store holds them -> metrics of the step -> packed micro-batches. No model runs; the values are random.
 
 `before`   the revision of --before, in a work tree
 `after`    this checkout
 
-Seconds are those of the way, without imports. Memory is what it adds at its peak to the resident size of the
-process before it; the micro-batches and the values in the table, which are the same in both arms, count in.
+Seconds are those of the path, without imports. Memory is the peak that the path adds to the resident size of
+the process before it. It includes the micro-batches and the values in the table, which both arms share.
 
     python scripts/bench/token_columns.py --json OUT [--before 0740eb8] [--trajectories 512] [--repeats 5]
 """
@@ -43,7 +43,7 @@ from harness import (
 from harness import table as as_table
 
 GROUP = 8  # siblings of a prompt
-PROMPT, TURNS, SAMPLED, TOOL = 512, 4, 768, 128  # tokens; of each turn the last two
+PROMPT, TURNS, SAMPLED, TOOL = 512, 4, 768, 128  # tokens; SAMPLED and TOOL are per turn
 LENGTH = PROMPT + TURNS * (SAMPLED + TOOL)  # 4096
 BUDGET = 16384  # tokens of a micro-batch
 PACKERS = ("rlpipe.trainer.packing", "rlpipe.batching.packing")  # where `pack` was, and where it is
@@ -124,7 +124,7 @@ def store(group: Any) -> tuple[bytes, list[bytes]]:
 
 
 def go_the_way(count: int, scheduler: Any, table: Any, values: SimpleNamespace) -> Any:
-    """Carry trajectories from the engine's table to micro-batches and return these."""
+    """Carry trajectories from the engine's table to micro-batches and return the micro-batches."""
     from rlpipe.metrics.collect import trajectory_metrics
 
     stored = [store(group) for group in play(count, scheduler, table, values)]
@@ -142,11 +142,11 @@ def resident(field: str) -> int:
 
 
 def measure_arm(count: int) -> dict[str, float]:
-    """Return the seconds and the bytes of one way, in a process that has done a small one before."""
+    """Return the seconds and the bytes of one pass; the process has made a small pass before."""
     import rlpipe.types
     from rlpipe.rollout.embedded.scheduler import Scheduler
 
-    # A checkout that is installed must not stand in for the revision.
+    # An installed checkout must not be imported instead of the revision.
     assert Path(rlpipe.types.__file__).is_relative_to(Path.cwd()), rlpipe.types.__file__
 
     rng = np.random.default_rng(0)
@@ -161,7 +161,7 @@ def measure_arm(count: int) -> dict[str, float]:
     scheduler = Scheduler(table, None, None, **options)
     go_the_way(GROUP, scheduler, table, values)
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
     before, started = resident("VmRSS"), time.perf_counter()
     batch = go_the_way(count, scheduler, table, values)
     seconds = time.perf_counter() - started

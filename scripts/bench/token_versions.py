@@ -1,16 +1,15 @@
-"""Does every token that a server samples while weights change bear the version that made it?
+"""Does every token that a server samples during weight updates carry the version that generated it?
 
     python scripts/bench/token_versions.py --json OUT --model DIR [--device cuda] [--updates 4]
 
-The versions of the weights are told apart by what they say: --model is a checkpoint that
-`scripts/grow_checkpoint` made, whose added tokens are never sampled, and in odd versions the rows of the
-embedding and of the output layer of its first tokens have changed places with those of added ones. So the id
-of a token says which weights made it, whatever the server reports. A full batch decodes while the weights
-change again and again; on a GPU, where SGLang overlaps scheduling with computing, a step is in flight at each
-update.
+The tokens themselves identify the weights. --model is a checkpoint made by `scripts/grow_checkpoint`, whose
+added tokens are never sampled. In odd versions, the rows of the embedding and the output layer of its first
+tokens are swapped with those of added tokens. So a token's id shows which weights generated it, whatever
+version the server reports. A full batch decodes while the weights change again and again; on a GPU, where
+SGLang overlaps scheduling with computing, a step is in flight at each update.
 
-`wrong`  tokens whose reported version is not the one that made them
-`across`  requests during which the version changed, of which there must be some
+`wrong`  tokens whose reported version is not the one that generated them
+`across`  requests during which the version changed, at least one is required
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def swapped(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def count(results: Sequence[GenerateResult]) -> dict[str, int]:
-    """Count tokens, those whose version's parity is not that of the weights that made them, and spans."""
+    """Count the tokens, those that carry a wrong version (by parity), and the requests across an update."""
     wrong = sum(int(((result.output_ids >= KNOWN) != (result.versions % 2 == 1)).sum()) for result in results)
     return {
         "tokens": sum(len(result.output_ids) for result in results),

@@ -1,13 +1,14 @@
-"""What do a trainer's attention over shared prefixes and its head cost, against writing all of it out?
+"""What do a trainer's attention over shared prefixes and its head cost, compared with the direct computation?
 
-    attention   flash attention in parts, against one masked call for each branch
-    head        logprobs and entropy from hidden states in chunks, against logits [tokens, vocabulary] at once
+    attention   flash attention in parts, compared with one masked call for each branch
+    head        logprobs and entropy from hidden states in chunks, compared with logits [tokens, vocabulary]
+                computed at once
 
-All arms run forward and backward on the same input, in a process of their own. Attention is one layer's,
-over a prefix as long as all its `siblings` together, each of these in two branches (`--turns`), so that a
-context has several pieces; the head's is of every token. Memory is the peak of the process beyond what it
-held before, by its own count of resident anonymous pages; `saved_mb` is what autograd keeps for the backward
-pass, which for attention bounds how many layers fit.
+All arms run forward and backward on the same input, in their own processes. Attention is that of one layer,
+over a prefix as long as all its `siblings` together; each sibling has two branches (`--turns`), so that a
+context has several pieces. The head runs on every token. Memory is the peak of the process beyond what it
+held before, counted as resident anonymous pages. `saved_mb` is what autograd stores for the backward pass;
+for attention it bounds how many layers fit.
 
     python scripts/bench/trainer_memory.py --json OUT [--tokens 2048 4096 8192 16384] [--repeats 3]
 """

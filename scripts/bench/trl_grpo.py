@@ -1,8 +1,8 @@
 """One GRPO run of TRL on the tasks of smollm_rl, for `against_trl.py`. Runs in TRL's own environment.
 
-Imports TRL, transformers, and of this project only the tasks, which need the standard library. Held-out
-answers are sampled with transformers' `generate` at temperature 1 and scored as in training; the time that
-takes is not part of a step.
+Imports TRL, transformers and, of this project, only the tasks, which need only the standard library. Held-out
+answers are sampled with transformers' `generate` at temperature 1 and scored as in training; a step's time
+excludes this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.smollm_rl.tasks import TASKS, Data
 
 Message = dict[str, str]
-# Weights in memory, and whether products are computed in bfloat16 from float32 weights (autocast).
+# Type of the stored weights, and whether products are computed in bfloat16 from float32 weights (autocast).
 PRECISIONS = {
     "bf16": (torch.bfloat16, False),
     "autocast": (torch.float32, True),
@@ -60,7 +60,7 @@ class Recorder(TrainerCallback):
         self._started = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **models: Any) -> None:
-        """Stop the clock, and measure when due."""
+        """Stop the clock, and measure if a measurement is due."""
         self.steps.append({"seconds": time.monotonic() - self._started})
         done, every = len(self.steps), self._settings.val_every
         if done % every == 0 or done == self._settings.steps:
@@ -115,7 +115,7 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(settings.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
 
-    # The order of the suite: tasks take turns.
+    # The same order as the suite: tasks take turns.
     examples = [
         [
             {"prompt": [{"role": "user", "content": prompt}], "task": name, "data": data}

@@ -1,6 +1,6 @@
 """What does a TV loss over a real vocabulary cost: time and memory of a loss and its gradient?
 
-Arms, each in a process of its own, in turn; logits and hidden states are made before the clock starts:
+Arms, each in its own process, take turns; logits and hidden states are made before the clock starts:
 
 from logits [N, V]:
 `ours`         rlpipe.drafts.loss.mtp_loss: Triton kernels on a GPU, the chunked torch backend on the CPU
@@ -12,10 +12,10 @@ from hidden states [N, H], head included:
 `fused`        rlpipe.drafts.loss.linear.linear_mtp_loss
 `eager_head`   two products, then `eager`
 
-A peer that is not installed is reported so. Memory is the peak beyond the inputs: of the allocator on a GPU,
-of the resident set on the CPU (VmHWM, reset after a warm-up run). The byte floor of `ours` counts what its
-kernels must move: 2 reads of both logits, 1 bit per token written and read, 1 read of the draft and 1
-write of its gradient; it is set against the bandwidth of a copy measured in the same process. The eager
+A library that is not installed is reported as missing. Memory is the peak beyond the inputs: of the allocator
+on a GPU, of the resident set on the CPU (VmHWM, reset after a warm-up run). The byte floor of `ours` counts
+what its kernels must move: 2 reads of both logits, 1 bit per token written and read, 1 read of the draft and
+1 write of its gradient. It is compared with the bandwidth of a copy measured in the same process. The eager
 losses of all arms are compared with ours.
 
     python scripts/bench/tv_loss.py --json OUT [--device cpu] [--rows N] [--vocab V] [--threads T]
@@ -121,7 +121,7 @@ class LossArm:
 
 
 def summary(arm: str, runs: list[tuple[float, int, float]], copy_rate: float, args: Any) -> dict[str, Any]:
-    """One arm's row: times, peak memory, and for ours the share of the floor that moving bytes sets."""
+    """One arm's row: times, peak memory, and for ours the share of the byte floor in its time."""
     seconds, peaks, losses = zip(*runs, strict=True)
     row = {
         "ms": round(1e3 * statistics.median(seconds), 2),
@@ -139,7 +139,7 @@ def summary(arm: str, runs: list[tuple[float, int, float]], copy_rate: float, ar
 
 
 class _Memory:
-    """Peak memory beyond what is held when the object is made."""
+    """Peak memory beyond what is held when the object is created."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"

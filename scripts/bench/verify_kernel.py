@@ -1,7 +1,7 @@
-"""How fast is verification: our Triton kernels against SGLang's, a plain torch version and a Python loop?
+"""How fast do our Triton kernels verify, compared with SGLang's, a plain torch version and a Python loop?
 
-Arms judge the same drafts with the same uniforms, in one process, and take turns within a repeat, so that a
-disturbance hits all of them. Reported per arm: the median time of a call over repeats, and its spread.
+Arms verify the same drafts with the same uniforms, in one process, and take turns within a repeat, so that a
+disturbance affects all of them. Reported per arm: the median time of a call over repeats, and its spread.
 
 `triton`       `rlpipe.spec.verify` with backend="triton"; needs a CUDA device
 `sglang`       the rejection kernel of SGLang, loaded as one source file from the wheel given by
@@ -11,12 +11,12 @@ disturbance hits all of them. Reported per arm: the median time of a call over r
 `python loop`  row by row and depth by depth, with torch inside a row (chain on the CPU only)
 
 Kernels allocate their outputs inside the timed call, as their callers do. On a GPU a time is that of calls
-queued back to back; `graph` is the same from a CUDA graph, where launching costs nothing. An arm that
-cannot run is named under `skipped` with the reason. Before timing, every arm's num_accepted is compared
-with the reference's; `agreement` is the share of equal rows (SGLang's coins are float32).
+queued back to back; `graph` is the same from a CUDA graph, where launching costs nothing. Arms that cannot
+run are named under `skipped` with the reason. Before timing, every arm's num_accepted is compared with the
+reference's; `agreement` is the share of equal rows (SGLang's uniforms are float32).
 
-On a CPU the goal is three times the speed of the Python loop; `goal` says for each size whether it is met.
-At a large vocabulary both read the same probabilities, which bounds what can be gained.
+On a CPU the goal is three times the speed of the Python loop; `goal` states for each size whether it is met.
+At a large vocabulary both arms read the same probabilities, which limits the possible speed-up.
 
     python scripts/bench/verify_kernel.py --json OUT [--quick] [--sglang-wheel WHEEL] [--threads 1]
 """
@@ -58,7 +58,7 @@ GOAL = 3.0  # times the speed of the Python loop, on a CPU
 SGLANG_SOURCE = "sglang/kernels/ops/speculative/reject_sampling.py"
 RULES = {"chain": verify.verify_chain, "block": verify.verify_block}
 Arguments = list[torch.Tensor]
-Arm = Callable[[], torch.Tensor]  # judges the whole batch, returns num_accepted
+Arm = Callable[[], torch.Tensor]  # verifies the whole batch, returns num_accepted
 
 
 def inputs(batch: int, gamma: int, vocab: int, device: str) -> Arguments:
@@ -109,7 +109,7 @@ def python_loop(tokens, draft, target, coins, uniforms) -> torch.Tensor:
 
 
 def sglang_arm(module: ModuleType, block: bool, tokens, draft, target, coins, uniforms) -> Arm:
-    """SGLang's call, its constant inputs prepared outside of it."""
+    """Return a call of SGLang's kernel; its constant inputs are prepared outside the call."""
     batch, gamma = tokens.shape
     candidates = torch.cat([torch.zeros_like(tokens[:, :1]), tokens], 1)
     index = torch.arange(batch * (gamma + 1), device=tokens.device).view(batch, gamma + 1)
@@ -177,7 +177,7 @@ def make_arms(rule: str, arguments: Arguments, sglang: ModuleType | None, skippe
 
 
 def graphed(arm: Arm) -> Arm:
-    """The same work from a CUDA graph; call it only after the arm ran once."""
+    """Return the same work from a CUDA graph; call it only after the arm has run once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         counts = arm()
@@ -197,7 +197,7 @@ def measure(
     *,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Each arm: two calls to warm up, one to size the block of calls to budget_s, then rounds of turns."""
+    """Run each arm: two warm-up calls, one to size blocks of budget_s seconds, then rounds of turns."""
     synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
     reference = arms["torch"]().cpu()
     calls, agreement = {}, {}
@@ -224,7 +224,7 @@ def measure(
 def bench(
     rule: str, batch: int, gamma: int, vocab: int, args: Any, sglang: ModuleType | None, skipped: dict
 ) -> dict:
-    """One size: times of all arms, and how many times as long as ours each takes."""
+    """One size: times of all arms, and the ratio of each to ours."""
     arguments = inputs(batch, gamma, vocab, args.device)
     arms = make_arms(rule, arguments, sglang, skipped)
     if args.device != "cpu":
@@ -246,7 +246,7 @@ def bench(
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run all sizes and write one JSON."""
     parser = bench_parser(__doc__, repeats=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)

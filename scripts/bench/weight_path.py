@@ -1,21 +1,21 @@
 """What does a weight update cost at real size, compared with one copy and one hash of the same bytes?
 
-A checkpoint of real size, grown from the shipped one, into a real SGLang server, on the CPU unless asked
-otherwise, by every way in turn, repeat by repeat; between them the floor on the same weights:
+A checkpoint of real size, grown from the shipped one, is sent to a real SGLang server (on the CPU by default)
+in every way, which take turns repeat by repeat. Between them the floor is measured on the same weights:
 
     memcpy   one thread copies them once      hashlib  one thread hashes them once (SHA-256)
-    fresh    one thread copies them into memory that is new, page by page, as each version once was
+    fresh    one thread copies them into newly allocated memory, page by page, as every update once did
 
-Seconds are of one update until the server serves it, pausing and canary included. Parts overlap, so that
-their sum exceeds the whole:
+Seconds are of one update until the server serves the new weights, pausing and canary included. Parts overlap,
+so their sum exceeds the total:
 
-    hand over  write into shared memory, or broadcast; for ipc, until the server has taken it
-    load       what the server was asked for
+    hand over  write into shared memory, or broadcast; for ipc, until the server has taken the weights
+    load       the server's load request
     our hash, server hash  both sides of the canary
     pause      until the server continues
-    export     the trainer's side: weights into one payload; no part of an update, which ipc does without
+    export     trainer side, not part of an update: weights into one bucket; ipc does without it
 
-Memory is what our process and the server's add to what they held before, in an update that is not timed.
+Memory is what our process and the server's add to what they held before, in a separate, untimed update.
 
     python scripts/bench/weight_path.py --json OUT [--size 1.5B] [--repeats 5] [--ways shared] [--device cuda]
 """
@@ -59,7 +59,7 @@ from rlpipe.weights.transports.ipc import IpcRoot  # noqa: E402
 from tests.helpers.broadcasts import CPU, Trainer  # noqa: E402
 
 WAYS = ("shared", "ipc", "collective")
-PATIENCE_S = 60.0  # a way that has taken longer is not repeated
+PATIENCE_S = 60.0  # a way that took longer is not repeated
 COMMON = {"kv_heads": 2, "vocab": 151936}
 SIZES = {
     "tiny": {"hidden": 256, "heads": 4, "head_dim": 64, "intermediate": 1024, "layers": 8, "vocab": 2048},
@@ -70,7 +70,7 @@ SIZES = {
 
 
 class Profile:
-    """Seconds of an update by part, and its peak of memory. Wraps methods where the parts are done."""
+    """Seconds of an update by part, and its peak of memory. Wraps the methods that do the parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -86,7 +86,7 @@ class Profile:
             self.seconds[name] += time.perf_counter() - started
 
     def timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The function, its calls counted to a part."""
+        """Return the function, with the time of its calls added to a part."""
 
         def wrapped(*args: Any, **options: Any) -> Any:
             with self.part(name):
@@ -95,7 +95,7 @@ class Profile:
         return wrapped
 
     def install(self, engine: SglangEngine) -> None:
-        """Count all further updates of this engine."""
+        """Time all further updates of this engine."""
         shared_memory.SharedBuckets.write = self.timed(shared_memory.SharedBuckets.write, "hand over")
         IpcRoot.send = self.timed(IpcRoot.send, "hand over")
         BucketChecksums.add = self.timed(BucketChecksums.add, "our hash")
@@ -113,7 +113,7 @@ class Profile:
                 self.paused_at = started
             elif path == "/continue_generation" and self.paused_at:
                 self.seconds["pause"] += time.perf_counter() - self.paused_at
-                self.paused_at = 0.0  # an update may continue the server twice
+                self.paused_at = 0.0  # an update may resume the server twice
             return answer
 
         async def asked(path: str, *args: Any, **options: Any) -> Any:
@@ -137,7 +137,7 @@ def in_memory(engine: SglangEngine) -> int:
 
 
 def peak(engine: SglangEngine, work: Callable[[], None]) -> int:
-    """Bytes that `work` adds at its peak to what was held before."""
+    """Return the peak bytes that `work` adds to what was held before."""
     before, most, over = in_memory(engine), [0], threading.Event()
 
     def watch() -> None:
@@ -155,7 +155,7 @@ def peak(engine: SglangEngine, work: Callable[[], None]) -> int:
 
 
 def floors(weights: Mapping[str, torch.Tensor], copy: torch.Tensor) -> dict[str, float]:
-    """Seconds of one thread for one copy of the weights, into memory that is warm, and for one hash."""
+    """Seconds of one thread for one copy of the weights, into warm memory, and for one hash."""
     flat = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -182,7 +182,7 @@ def grown(size: str, folder: Path) -> Path:
     path = ROOT / "scripts" / "grow_checkpoint"
     loader = importlib.machinery.SourceFileLoader("grow_checkpoint", str(path))
     script = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    sys.modules[loader.name] = script  # its dataclasses look themselves up
+    sys.modules[loader.name] = script  # its dataclasses look up their module
     loader.exec_module(script)
     script.grow(ROOT / "models" / "tiny", folder / size, script.Shape(**COMMON | SIZES[size]))
     return folder / size
@@ -197,7 +197,7 @@ def measure(
     ways: Sequence[str] = WAYS,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Seconds and parts of the updates of every way, the memory that one adds, and the floors."""
+    """Return seconds and parts of the updates of every way, the memory that one adds, and the floors."""
     profile = Profile()
     profile.install(engine)
     largest = max(sum(t.nbytes for _, t in piece) for piece in buckets(weights, config.sglang.bucket_mb))
@@ -212,7 +212,7 @@ def measure(
         nonlocal version
         version += 1
         held = laid if way == "ipc" else weights
-        held["model.norm.weight"] = held["model.norm.weight"] + 1  # no update brings what is there
+        held["model.norm.weight"] = held["model.norm.weight"] + 1  # every update brings other weights
         config.sglang.weight_transfer = WeightTransfer(way)
         profile.seconds.clear()
         if way == "ipc":
@@ -250,7 +250,7 @@ def measure(
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run the requested ways and write one JSON."""
     parser = bench_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--model", type=Path, help="a checkpoint to take instead of growing one")
@@ -271,7 +271,7 @@ def main() -> None:
     )
     config.sglang.bucket_mb = args.bucket_mb
     if args.device == "cuda":
-        # The rest of the GPU holds the weights that are sent, as a trainer would.
+        # The remaining GPU memory holds the weights that are sent, as a trainer would.
         config.sglang.memory_fraction = 0.4
         config.sglang.extra_arguments = ["--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1"]
     with contextlib.ExitStack() as stack:

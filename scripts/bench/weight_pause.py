@@ -1,15 +1,15 @@
-"""For how long does an update pause a server, and how much does the server have to load?
+"""For how long does an update pause a server, and how much does the server load?
 
-A checkpoint of real size, grown from the shipped one, in a real SGLang server on the CPU. Each update changes
-so many elements of every tensor (`--share`; `delta_bytes.py` counts them in training) and comes in one of
-three ways, in turns:
+A checkpoint of real size, grown from the shipped one, runs in a real SGLang server on the CPU. Each update
+changes a share of the elements of every tensor (`--share`; `delta_bytes.py` measures it in training). There
+are three ways to send an update, which take turns:
 
-    check in the pause  full weights, and the server decodes again once its fingerprints are checked
+    check in the pause  full weights; the server decodes again only when its fingerprints are checked
     full                full weights; it decodes while it hashes
     delta               only the elements that differ, found and written before the pause
 
-`share` is that of the pause in the seconds of the update, which begins when the worker has the weights and
-ends when the server's fingerprints are checked.
+`share` in the result is the pause over the seconds of the update. An update begins when the worker has the
+weights and ends when the server's fingerprints are checked.
 
     python scripts/bench/weight_pause.py --json OUT [--size 0.9B] [--repeats 5] [--share 0.0173]
 """
@@ -46,7 +46,7 @@ WAYS = ("check in the pause", "full", "delta")
 
 
 class UpdateClock:
-    """Measures updates of an engine: seconds for which its server is paused, bytes of the delta."""
+    """Measures an engine's updates: seconds for which its server is paused, and bytes of the delta."""
 
     def __init__(self, engine: SglangEngine) -> None:
         self.paused = self.num_bytes = 0.0
@@ -72,7 +72,7 @@ class UpdateClock:
 
 
 def changed(weights: Mapping[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
-    """Copies of weights in which `share` of the elements of each tensor have another lowest bit."""
+    """Copies of weights; `share` of the elements of each tensor have a flipped lowest bit."""
     draw, found = torch.Generator().manual_seed(seed), {}
     for name, tensor in weights.items():
         copy = tensor.clone()
@@ -84,12 +84,12 @@ def changed(weights: Mapping[str, torch.Tensor], share: float, seed: int) -> dic
 
 @contextlib.contextmanager
 def ordered(engine: SglangEngine, way: str) -> Iterator[None]:
-    """Run updates in one of the ways."""
+    """Send updates in one of the ways."""
     engine._updates._deltas = way == "delta"
     continues = Updates._continue
 
     async def later(*_: Any) -> None:
-        """The end of the update continues the server."""
+        """Do nothing: the server resumes at the end of the update."""
 
     if way == "check in the pause":
         Updates._continue = later
@@ -136,8 +136,8 @@ def measure(engine: SglangEngine, weights: dict[str, torch.Tensor], repeats: int
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
-    # It loads Megatron, which a test of this file does without.
+    """Run all ways and write one JSON."""
+    # Imported here because it loads Megatron, which the test of this file does not need.
     from weight_path import SIZES, grown
 
     parser = bench_parser(__doc__)
@@ -159,7 +159,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = grown(args.size, folder)
-        # In memory and in the server's type, as a worker has them.
+        # In memory and in the server's type, as in a worker.
         weights = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in read_weights(model).items()}
         engine = SglangEngine(config, SpecConfig(), model, log_dir=folder / "logs")
         stack.callback(engine.close)

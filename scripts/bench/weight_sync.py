@@ -1,11 +1,11 @@
-"""How long does it take to bring new weights to SGLang servers, and how much is handed to the transport?
+"""How long does it take to bring new weights to SGLang servers, and how many bytes does the transport carry?
 
-Real servers of the shipped model, every way in turn, so that what else the machine does falls on all alike:
+Real servers of the shipped model; the ways take turns, so that other load on the machine affects all alike:
 
     shared, collective, disk  each rollout worker sends to its own server, all at once
     trainer                   the trainer's sender broadcasts to all in one group (weight_transfer=collective)
 
-Seconds are of one update until the last server serves it, pausing, canary and checksums included.
+Seconds are of one update until the last server serves the new weights, with pausing, canary and checksums.
 
     python scripts/bench/weight_sync.py --json OUT [--servers 2] [--repeats 5]
 """
@@ -64,7 +64,7 @@ class Servers:
         list(self.threads.map(lambda engine: engine.update_weights(weights, version), self.engines))
 
     def together(self, sender: WeightSender, opened: Any, version: int) -> None:
-        """Send the weights to all servers by one broadcast."""
+        """Send the weights to all servers in one broadcast."""
         group, buckets = opened
         sending = self.threads.submit(sender.send, version)
 
@@ -78,14 +78,14 @@ class Servers:
             ranks=1,
             buckets=buckets,
             result=sent,
-            weights=sent,  # nobody asks for them: a broadcast that breaks off ends the bench
+            weights=sent,  # never requested: a broken broadcast ends the bench
         )
         list(self.threads.map(lambda engine: engine.receive_weights(offer), self.engines))
         assert not sending.result().failure
 
 
 def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: int) -> dict[str, list[float]]:
-    """Measure the seconds of an update by way. The second of two updates is timed, when its group exists."""
+    """Measure the seconds of an update by way. The second of two counts, as the first makes the group."""
     seconds: dict[str, list[float]] = {way: [] for way in (*ALONE, "trainer")}
     version = 0
     for _ in range(repeats):
@@ -108,7 +108,7 @@ def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: i
 
 
 def main() -> None:
-    """Run what was asked for and write one JSON."""
+    """Run all ways and write one JSON."""
     parser = bench_parser(__doc__)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,7 +1,7 @@
-"""How the answers of docs/benchmarks.md read: from the contents of a result file to Markdown.
+"""Wording of the answers in docs/benchmarks.md: turns the contents of a result file into Markdown.
 
 `figures.toml` names a function, as `MODULE.FUNCTION`, for every answer that is more than a sentence with
-figures. Nothing here is a figure: every number comes from the file.
+figures. No figure is written here: every number comes from the file.
 """
 
 from answers import decoding, drafts, gpu, learning, loop, memory, smollm

@@ -221,7 +221,7 @@ def real_first_tokens(r: Any) -> str:
 
 
 def by_entropy(r: Any) -> str:
-    """Acceptance of a model's first draft under two rules, and its slope by the target's entropy, by set."""
+    """Acceptance of a model's first draft under two rules, and its slope against the target's entropy."""
     rows = [
         [
             held_out.removeprefix("user."),

@@ -10,7 +10,7 @@ from answers.tables import difference, goal, pm, table, with_interval
 
 def quickstart(r: Any) -> str:
     """Seconds of the newcomer's first command."""
-    if "parts" not in r:  # a result of before the parts were written
+    if "parts" not in r:  # an old result, written without the parts
         parts, rewards = {"installation": r["installation_s"]}, [r["val_reward"]]
     else:
         parts = {name: seconds for name, seconds in r["parts"].items() if seconds}

@@ -1,7 +1,7 @@
 """Tables of the studies on SmolLM2, computed from their results; `page.py` puts them into documents.
 
-A difference whose interval holds 0 is followed by the number of seeds or runs whose interval would not hold
-it, were mean and spread to stay.
+A difference whose interval includes 0 is followed by the number of seeds or runs at which the interval would
+exclude it if mean and spread stayed the same.
 """
 
 from __future__ import annotations

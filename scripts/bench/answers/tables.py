@@ -34,7 +34,7 @@ def with_interval(estimate: list[float] | dict[str, float]) -> str:
 
 
 def difference(row: Mapping[str, Any], other: str, unit: str) -> str:
-    """Format a difference with its interval, and what would decide it; a dash where there is none."""
+    """Format a difference with its interval and the seeds that would decide it; a dash if absent."""
     estimate: list[float] | None = row.get(f"minus {other}")
     if estimate is None:
         return "–"
