@@ -1,4 +1,4 @@
-"""What the studies share: a run of a recipe, unless it is complete already; its records; figures."""
+"""Helpers shared by the studies: a run of a recipe unless it is complete, its records, and figures.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
-    """`rlpipe run +recipe=RECIPE`, unless it ended well; returns the directory.
+    """`rlpipe run +recipe=RECIPE`, unless it has finished successfully; returns the directory.
 
     An interrupted run continues or, with afresh, starts again. Raises CalledProcessError.
     """
@@ -56,7 +56,7 @@ def by_step(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed, with Student's 95% interval; nan of a single seed."""
-    from rlpipe.metrics.statistics import Estimate  # most studies need nothing of rlpipe but its command
+    from rlpipe.metrics.statistics import Estimate  # imported here: most studies only need rlpipe's command
 
     count = len(values)
     error = statistics.stdev(values) / count**0.5 if count > 1 else math.nan
@@ -98,7 +98,7 @@ def choose_rate(tried: Mapping[float, float]) -> dict[str, Any]:
 
 
 def kept(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a JSON file holds; compute and write it where there is none, so that studies resume."""
+    """Return the content of a JSON file. If absent, compute and write it, so studies resume."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(compute()) + "\n")
@@ -106,7 +106,7 @@ def kept(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def save(figure: Any, out: Path, fontsize: int) -> None:
-    """A matplotlib figure with grids and legends, the same bytes whenever it is drawn."""
+    """Save a matplotlib figure with grids and legends; the bytes are reproducible."""
     for axis in figure.axes:
         legend(axis, fontsize=fontsize)
         axis.grid(alpha=0.3)
@@ -115,6 +115,6 @@ def save(figure: Any, out: Path, fontsize: int) -> None:
 
 
 def legend(axis: Any, to: Any = None, **settings: Any) -> None:
-    """Each label of a matplotlib axis once, though many lines have it; drawn on axis `to`."""
+    """Draw each label of a matplotlib axis once, even if many lines have it, on axis `to`."""
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     (to or axis).legend(handles.values(), handles.keys(), **settings)

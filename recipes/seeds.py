@@ -1,4 +1,4 @@
-"""What a recipe reaches over several seeds: held-out reward before and after, and the gain.
+"""Held-out reward of a recipe over several seeds: before and after the run, and the gain.
 
 Runs the seeds that are missing under `--runs`, one after the other, then writes `recipes/RECIPE/results.json`
 (`--out`). A finished run is not repeated. Intervals are 95%, Student's over seeds.

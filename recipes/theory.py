@@ -1,14 +1,14 @@
-"""Acceptance theory: what verification accepts in expectation, from probabilities alone.
+"""Acceptance theory: the expected number of accepted drafts, from probabilities only.
 
-Pure functions that benches, studies and tests compare with; no coins, no counting of what an engine did (that
-is `rlpipe.metrics`). p is the target, q the draft. Two kinds of sequences are judged:
+Pure functions that benches, studies and tests compare with. They sample nothing and count nothing that an
+engine did (that is `rlpipe.metrics`). p is the target, q the draft. Two kinds of sequences are verified:
 
 - drafted tokens (what an engine verifies): `chain_reach_drafted`, `block_reach_drafted`;
 - tokens of the target (rollout data, replayed later): `chain_reach_target`, `block_reach_target`.
 
-A *reach* is [..., gamma]: depth j's entry has expectation Pr(num_accepted >= j), so that its sum over
-depths estimates the accepted drafts without bias and 1 + sum the acceptance length. Averages of products
-of per-depth alphas over contexts are exact only where alphas do not depend on the drafted tokens.
+A *reach* is [..., gamma]: the expectation of depth j's entry is Pr(num_accepted >= j). Its sum over depths is
+therefore an unbiased estimate of the accepted drafts, and 1 + sum of the acceptance length. Averages of
+products of per-depth alphas over contexts are exact only where alphas do not depend on the drafted tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def target_only_alpha(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def target_only_alpha_sampled(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Target-only when the draft is sampled instead: E_{d ~ q}[p(d)] = sum_v p_v q_v. [..., V] -> [...].
 
-    Never above `rejection_alpha`, since p q <= min(p, q): a sampled draft should be judged with its q.
+    Never above `rejection_alpha`, since p q <= min(p, q): a sampled draft should be verified with its q.
     """
     return (p * q).sum(-1)
 
@@ -106,7 +106,7 @@ def mismatch_exponent(p: torch.Tensor, q: torch.Tensor, floor: float = 1e-4) -> 
 def pinsker(kl: torch.Tensor) -> torch.Tensor:
     """The smallest alpha of rejection that a KL in nats allows: 1 - sqrt(KL / 2) (PPOW B.1, Bebop D.3).
 
-    Either direction of the divergence. Bebop prints it without the root. Below 0 it says nothing.
+    Either direction of the divergence. Bebop prints it without the root. Below 0 it is no bound.
 
     >>> pinsker(torch.tensor([0.0, 0.02])).tolist()
     [1.0, 0.8999999761581421]
@@ -117,11 +117,11 @@ def pinsker(kl: torch.Tensor) -> torch.Tensor:
 def lossy_typical_accepts(
     p: torch.Tensor, drafts: torch.Tensor, epsilon: float, delta: float
 ) -> torch.Tensor:
-    """Whether Medusa's typical acceptance takes each draft: p(d) >= min(epsilon, delta exp(-H(p))).
+    """Return whether Medusa's typical acceptance accepts each draft: p(d) >= min(epsilon, delta exp(-H(p))).
 
-    Lossy: no residual corrects what it accepts, so no engine here decodes by it. p: [..., gamma, V] given the
-    drafts before, drafts: [..., gamma]. The first draft is always taken (greedy first). Returns [..., gamma],
-    the leading drafts that are accepted.
+    Lossy: no residual corrects the bias of acceptance, so no engine here uses it. p: [..., gamma, V] given
+    the drafts before, drafts: [..., gamma]. The first draft is always accepted (greedy first). Returns
+    [..., gamma], the leading drafts that are accepted.
     """
     chosen = p.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     taken = chosen >= (delta * (-entropy(p)).exp()).clamp(max=epsilon)
@@ -130,7 +130,7 @@ def lossy_typical_accepts(
 
 
 def bayes_cross_entropy(joint: torch.Tensor) -> torch.Tensor:
-    """Compute the least cross-entropy that any q(y | z) reaches, H(Y | Z), in nats (notes, lemma 3.4).
+    """Compute the smallest cross-entropy that any q(y | z) reaches, H(Y | Z), in nats (notes, lemma 3.4).
 
     joint: [Z, Y] probabilities that add to 1. Features that are added to Z can only lower it.
 
@@ -144,7 +144,7 @@ def reduced_rank(inputs: torch.Tensor, outputs: torch.Tensor, rank: int) -> torc
     """Fit outputs = inputs B by least squares among the maps B of some rank; returns B, [P, D].
 
     inputs: [N, P], N >= P. outputs: [N, D]. It is the ordinary solution projected on the leading directions
-    of its predictions (Izenman 1975), so a draft of limited capacity spends it where outputs vary most.
+    of its predictions (Izenman 1975), so a draft of limited capacity fits where outputs vary most.
     """
     full = torch.linalg.lstsq(inputs, outputs).solution
     *_, directions = torch.linalg.svd(inputs @ full, full_matrices=False)
@@ -175,7 +175,7 @@ def dynamic_tree(
         frontier = sorted(children, key=lambda child: -child[1])[:width]
     kept = sorted(found, key=lambda node: (-node[1], len(node[0])))[:nodes]
 
-    # Level by level, the children of one node in a row.
+    # Nodes are listed level by level, the children of one node next to each other.
     index: dict[tuple[int, ...], int] = {(): 0}
     parents, tokens = [-1], []
     for level in range(1, depth + 1):
@@ -228,8 +228,8 @@ def chain_reach_drafted(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def block_reach_drafted(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Block's Pr(num_accepted >= j | d_1..d_j) = w_j = min(1, w_{j-1} p_j / q_j) (Sun et al. 2403.10444).
 
-    Arguments as in `chain_reach_drafted`, which it is never below, depth by depth, for any drafts. Deeper
-    drafts are marginalised: given all gamma of them the probability differs (see `verify.block`).
+    Arguments as in `chain_reach_drafted`. At every depth and for any drafts it is at least the chain's reach.
+    Deeper drafts are marginalised: given all gamma of them the probability differs (see `verify.block`).
     """
     return running_weights(p, q)
 

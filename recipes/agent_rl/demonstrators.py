@@ -1,7 +1,7 @@
 """Traces of demonstrators of mixed quality, in the format of the hermes parser.
 
-Owns what each writes; what the tools answer is computed by the tools themselves, so a trace is what the
-environment would have shown. The model of this recipe imitates them.
+Owns what each demonstrator writes. The tools themselves compute their answers, so a trace shows what the
+environment would have shown. The model of this recipe imitates these traces.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NAMES = (ToolName.SEARCH, ToolName.READ, ToolName.CALCULATE, ToolName.PYTHON)
 
 
 class Demonstrator(StrEnum):
-    """How somebody works on a question."""
+    """A way to work on a question."""
 
     CAREFUL = "careful"  # search, read, for each fact; calculate; answer
     PROGRAMMER = "programmer"  # the same, computing with a Python program
     RETRY = "retry"  # a malformed call first, then as careful
-    HASTY = "hasty"  # searches by half of the question and reads what comes first
+    HASTY = "hasty"  # searches for half of the question and reads the first result
     IN_THE_HEAD = "in_the_head"  # reads everything and guesses the result
     AT_ONCE = "at_once"  # guesses without looking
 
@@ -70,7 +70,7 @@ def demonstrate(rng: random.Random, instance: Instance, who: Demonstrator) -> Me
 
 
 def _terms(instance: Instance, values: list[int]) -> list[str]:
-    """The expression with the values that were read; the positions of facts are the last numbers."""
+    """Return the expression with the values that were read, which replace its last numbers."""
     numbers = range(0, len(instance.terms), 2)
     terms = list(instance.terms)
     for place, value in zip(numbers[len(numbers) - len(values) :], values, strict=True):
@@ -87,7 +87,7 @@ def _said(text: str) -> dict[str, str]:
 
 
 def _act(messages: Messages, instance: Instance, action: str) -> None:
-    """One turn and what the environment shows; Python is computed here, tests hold it to the sandbox."""
+    """Return one turn and the environment's reply. Python is computed here (tested against the sandbox)."""
     try:
         (call,) = parse_turn(action, ToolParser.HERMES).calls
         if call.name == ToolName.PYTHON:

@@ -3,10 +3,10 @@
     python -m recipes.agent_rl.make_model [--run-dir runs/tiny_tools]
 
 Three stages from models/tiny: `skill` (careful traces), `imitation` (demonstrators of mixed quality, the
-behaviour that RL then selects from), `mtp` (the draft layer learns the frozen backbone again). Leaves
-RUN_DIR/model. Interrupted and started again, it continues.
+behaviour that RL then selects from), `mtp` (the draft layer is trained again on the frozen backbone). The
+result is RUN_DIR/model. An interrupted run continues when started again.
 
-The tokenizer gets nine added tokens for the frame of a call, as Qwen's has <tool_call>: they fill the rows
+The tokenizer gets nine added tokens for the frame of a call, as Qwen's has <tool_call>. They fill the rows
 that pad the embedding to a multiple of 16, so no shape changes. The chat template shows each tool by its
 signature.
 """
@@ -75,7 +75,7 @@ class Settings:
 
 
 def signatures() -> str:
-    """What TEMPLATE writes of the tools; a test holds the two equal."""
+    """Return the text that TEMPLATE writes for the tools; a test checks that the two are equal."""
     tools = make_tools(NAMES, {}, None)
     return "\n".join(f"{tool.name}({', '.join(tool.parameters['properties'])})" for tool in tools)
 
@@ -91,7 +91,7 @@ def extended(base: Path) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
 def traces(
     settings: Settings, stage: StageConfig, tokenizer: PreTrainedTokenizerBase, part: int
 ) -> list[Trace]:
-    """One trace per instance, its demonstrator drawn from the stage's mix. part: a stream of its own."""
+    """One trace per instance, its demonstrator sampled from the stage's mix. part: selects a stream."""
     rng = random.Random(settings.seed * 10 + part)
     kinds, weights = [Demonstrator(kind) for kind in stage.mix], list(stage.mix.values())
     first = FIRST * (1 + part)

@@ -1,7 +1,7 @@
-"""What this recipe measures, on all kinds of question and on one: reward, turns and acceptance by step.
+"""Reward, turns and acceptance by step of this recipe, on all kinds of question and on one kind.
 
-Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` next to this file. A finished
-run is not repeated, an interrupted one is resumed.
+Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` next to this file. Finished
+runs are not repeated; interrupted runs are resumed.
 
     python recipes/agent_rl/study.py [--runs runs/agent_rl_study] [--seeds 0] [--steps 40] [key=value ...]
 """
@@ -26,7 +26,7 @@ COLOURS = {"all": "#0072B2", "value": "#D55E00"}
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """Figures of a run: validation by set, and by step reward, turns and acceptance length."""
+    """Figures of a run: validation by set; reward, turns and acceptance length by step."""
     lines, steps = records(directory)
     return {
         **by_step(steps),

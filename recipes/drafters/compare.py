@@ -1,20 +1,20 @@
-"""Drafters and objectives against one another: MTP, EAGLE-3 and suffix lookup, in real generation.
+"""Drafters and objectives compared: MTP, EAGLE-3 and suffix lookup, in real generation.
 
     python recipes/drafters/compare.py [--runs runs/drafters] [--arms mtp/kl eagle3/kl+ppow suffix ...]
 
-Trains what is missing (stages and files of recipes/mtp_adapt/study.py: a finished run is not repeated, an
-interrupted one resumed), then measures every arm with the workloads of scripts/bench/drafters.py.
+Trains what is missing, then measures every arm with the workloads of scripts/bench/drafters.py. Stages and
+files are those of recipes/mtp_adapt/study.py: finished runs are not repeated, interrupted runs are resumed.
 
     none, suffix             nothing is trained
-    DRAFTER/warm-up          --warm-steps of --warm-loss from an untrained drafter: all its arms start there
-    DRAFTER/OBJECTIVE        --steps of hard_ce, kl or e2e_tv from there
-    DRAFTER/OBJECTIVE+ppow   the first half of these very steps, then as many of PPOW: equal steps
+    DRAFTER/warm-up          --warm-steps of --warm-loss from an untrained drafter; its other arms start there
+    DRAFTER/OBJECTIVE        --steps of hard_ce, kl or e2e_tv from the warm-up
+    DRAFTER/OBJECTIVE+ppow   the first half of the steps of that arm, then as many steps of PPOW
 
-All arms learn from the same own rollouts of the frozen model. Steps are equal, their prices are not: a step
-of PPOW runs the target on its windows as well. Learning rates are given, not searched.
+All arms learn from the same rollouts of the frozen model. The number of steps is equal but their cost is not:
+a step of PPOW also runs the target on its windows. Learning rates are given, not searched.
 
-Each arm decodes in a process of its own, and they take turns. Conversations are the clusters of every error,
-and differences are paired by conversation; with one seed they say nothing of other seeds.
+Each arm decodes in its own process, and the arms take turns. All errors are clustered by conversation, and
+differences are paired by conversation. With one seed they do not cover the variation between seeds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LEARNT = [f"{drafter}/{kind}{more}" for drafter in TRAINED for kind in OBJECTIVE
 ARMS = ["suffix", *(f"{drafter}/{WARM_UP}" for drafter in TRAINED), *LEARNT]
 
 
-# Settings that a run under --runs depends on, whatever its name.
+# Settings that every run under --runs depends on but its name does not contain.
 TRAINING = ("model", "steps", "batch", "prompts", "gamma", "warm_steps", "warm_loss", "warm_lr", "set")
 TRAINING += ("mtp_lr", "eagle3_lr", "ppow_lr")
 
@@ -63,7 +63,7 @@ class DrafterStudy(adaptation.Study):
         return [*found, "adapt.eval_modes=[rejection]", "adapt.eval_prompts=4", "adapt.eval_samples=1"]
 
     def trained(self, arm: str, seed: int) -> Path:
-        """What an arm drafts with, trained if missing: a model, or the directory of an EAGLE-3 draft."""
+        """Return what an arm drafts with, trained if missing: a model, or an EAGLE-3 draft's directory."""
         drafter, objective = arm.split("/")
         kind, steps = objective.removesuffix(PPOW), self.args.steps
         if kind == WARM_UP:
@@ -96,7 +96,7 @@ class DrafterStudy(adaptation.Study):
     def _learn(
         self, name: str, start: Path, drafter: str, objective: list[str], seed: int, steps: int
     ) -> Path:
-        """Some steps of an objective from what is in `start`."""
+        """Train some steps of an objective from the draft in `start`."""
         if drafter == "mtp":
             settings = [f"model.path={start}"]
         else:
@@ -107,7 +107,7 @@ class DrafterStudy(adaptation.Study):
 
 
 def product(drafter: str) -> str:
-    """What a finished run leaves for engines, in its directory."""
+    """Return the file or folder for engines in a finished run's directory."""
     return "draft" if drafter == "eagle3" else "model"
 
 
@@ -136,7 +136,7 @@ def measure(engines: dict[str, tuple[Path, SpecConfig]], args: argparse.Namespac
 
 
 def joined(several: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measurements of seeds as one: repeats one after another, counts added by conversation."""
+    """Merge the measurements of seeds: repeats are concatenated, counts added by conversation."""
     whole = several[0]
     for more in several[1:]:
         for cell, arms in more.items():
@@ -150,12 +150,12 @@ def joined(several: list[dict[str, Any]]) -> dict[str, Any]:
 def step_seconds(
     engines: dict[str, tuple[Path, SpecConfig]], args: argparse.Namespace
 ) -> dict[str, dict[tuple[int, int], float]]:
-    """Seconds of a decode step by (batch, gamma) for each drafter: what adaptive gamma goes by."""
+    """Seconds of a decode step by (batch, gamma) for each drafter: the costs that adaptive gamma uses."""
     spawn, found = multiprocessing.get_context("spawn"), {}
     for arm, engine in engines.items():
         drafter = arm.split("/")[0]
         if drafter not in (*found, "none"):
-            with ProcessPoolExecutor(1, spawn) as process:  # of its own, as every arm
+            with ProcessPoolExecutor(1, spawn) as process:  # a separate process, as for every arm
                 settings = (*engine, args.eval_batch, args.threads, args.repeats)
                 found[drafter] = process.submit(least_step_seconds, *settings).result()
     return found
@@ -164,7 +164,7 @@ def step_seconds(
 def least_step_seconds(
     model: Path, spec: SpecConfig, batch: int, threads: int, repeats: int
 ) -> dict[tuple[int, int], float]:
-    """The engine's own measure (`rlpipe.rollout.embedded.costs`), the least of several."""
+    """Return the engine's own measurement (`rlpipe.rollout.embedded.costs`), the minimum of several."""
     found: list[dict[tuple[int, int], float]] = []
     for _ in range(repeats):
         arm = rollout_speed.EngineArm(model, replace(spec, adaptive=True), batch, threads, "float32")
@@ -174,10 +174,10 @@ def least_step_seconds(
 
 
 def price(seconds: dict[str, dict[tuple[int, int], float]], gamma: int) -> dict[str, dict[str, Any]]:
-    """By drafter and batch, in decode steps without drafts: `step` of gamma drafts, and its parts.
+    """By drafter and batch, in units of a decode step without drafts: `step` of gamma drafts, and its parts.
 
-    step = gamma draft + verify (`recipes.theory.step_cost`). A lookup runs no model, so its step is
-    `verify`, and what another drafter's takes beyond it is that of gamma drafts.
+    step = gamma draft + verify (`recipes.theory.step_cost`). A lookup runs no model, so its step is `verify`.
+    What another drafter's step takes beyond that is the cost of gamma drafts.
 
     >>> suffix, mtp = {(1, 0): 2.0, (1, 3): 3.0}, {(1, 0): 2.0, (1, 3): 4.5}
     >>> price({"suffix": suffix, "mtp": mtp}, 3)["mtp"]["1"]
@@ -235,7 +235,7 @@ def summarise(measured: dict[str, Any], gamma: int) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any], gamma: int, seeds: list[int]) -> str:
-    """What drafts cost, then two tables for each cell."""
+    """Return a table of what drafts cost, then two tables for each cell."""
     several = "one seed: errors speak of prompts, not of seeds"
     if len(seeds) > 1:
         several = f"{len(seeds)} seeds, added up: errors speak of prompts"
@@ -272,7 +272,7 @@ def with_error(value: list[float | None], sign: str = "") -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line; exit with a message if it cannot be followed."""
+    """Read the command line; exit with a message if it is invalid."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

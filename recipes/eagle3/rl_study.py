@@ -1,15 +1,15 @@
-"""Is an EAGLE-3 draft that trains together with the policy better than one that stays as it was?
+"""Is an EAGLE-3 draft that trains together with the policy better than one that stays frozen?
 
     python recipes/eagle3/rl_study.py [--runs runs/eagle3_rl] [--draft-steps 40] [--seeds 0 1 2]
 
 1 draft     a new draft for the shipped model, after few and after many steps of recipes/eagle3
-2 sweep     co-trained at each learning rate on a seed apart; the one that accepts most at the deepest draft
-            is taken, for each draft
+2 sweep     for each draft, co-training at each learning rate on a separate seed; the rate with the highest
+            acceptance at the deepest draft is used
 3 cells     each seed with the draft frozen (draft.train=off) and co-trained (online), from the same draft
 
-Both arms draft losslessly, so the policy learns the same from either but for chance. Acceptance by depth is
-counted over the second half of the steps: accepted / reached. The difference is taken within a seed; its
-interval is Student's over seeds. Writes rl_results.json next to this file; finished runs are not repeated.
+Drafting is lossless in both arms, so the policies differ only by chance. Acceptance by depth is counted over
+the second half of the steps: accepted / reached. The difference is taken within a seed; its interval is
+Student's over seeds. Writes rl_results.json next to this file; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def study(args: argparse.Namespace, draft_steps: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run what is missing, write the results after each draft, print them."""
+    """Run what is missing; write and print the results after each draft."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/eagle3_rl"))
     parser.add_argument("--draft-steps", type=int, nargs="+", default=[40, 200])

@@ -1,9 +1,9 @@
-"""What the training-time test and fused features are worth to an EAGLE-3 draft.
+"""How much do the training-time test and fused features improve an EAGLE-3 draft?
 
     python recipes/eagle3/study.py [--runs runs/eagle3_study] [--arms eagle3 no_test ...] [--seeds 0]
 
-Every arm trains a new draft for the same steps on the same own rollouts of the frozen model, and is measured
-in real generation on held-out prompts; finished runs are not repeated. Arms:
+Every arm trains a new draft for the same steps on the same rollouts of the frozen model, and is measured in
+real generation on held-out prompts. Finished runs are not repeated. Arms:
 
     eagle3      fused features, a training-time test of --gamma steps
     no_test     one step: deeper drafts start from states that were never trained on
@@ -11,8 +11,8 @@ in real generation on held-out prompts; finished runs are not repeated. Arms:
     small_vocab the 256 most frequent tokens
 
 Writes results.json and table.md: acceptance by depth (given that the depth before was accepted), and its
-difference to `eagle3`, paired by prompt, with standard errors clustered by prompt. They say nothing of other
-seeds.
+difference to `eagle3`, paired by prompt, with standard errors clustered by prompt. The errors do not cover
+the variation between seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def train(study: adaptation.Study, arm: str, seed: int) -> Evaluation:
-    """Train one draft from scratch; return what was measured after its last step."""
+    """Train one draft from scratch; return its measurements after the last step."""
     args = study.args
     overrides = [f"model.path={args.model}", "adapt.drafter=eagle3", f"draft.objective={args.loss}"]
     overrides += [f"draft.lr={args.lr}", f"spec.gamma={args.gamma}", *arms(args)[arm]]

@@ -1,16 +1,16 @@
 """A policy trained from a smaller model's rollouts (decoupled actor): OBRS and TIS against on-policy.
 
 Runs what is missing under `--runs`, then writes `decoupled.json` (and `decoupled.svg` where matplotlib is
-installed) next to this file and prints the table. A finished run is not repeated; an unfinished one starts
-again.
+installed) next to this file and prints the table. Finished runs are not repeated; unfinished runs start from
+the beginning.
 
     python recipes/jackpot/decoupled.py [key=value ...] [--runs runs/jackpot_decoupled] [--seeds 0]
         [--arms obrs tis on_policy] [--steps 30]
 
-All arms train models/tiny with the same settings, synchronously; validation plays the policy, never the
-actor. obrs and tis generate with models/tiny_actor, which learns by PPO and distillation (`+recipe=jackpot`);
-in on_policy the policy generates itself. Further arms: none (no correction, only the actor's KL: "Only
-reverse KL" of Jackpot Table 1), obrs_fixed, whose actor does not learn, and small, the actor trained alone.
+All arms train models/tiny with the same settings, synchronously; validation runs the policy, never the actor.
+obrs and tis generate with models/tiny_actor, which learns by PPO and distillation (`+recipe=jackpot`). In
+on_policy the policy itself generates. Further arms: none (no correction, only the actor's KL: "Only reverse
+KL" of Jackpot Table 1), obrs_fixed (its actor does not learn), and small (only the actor is trained).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FIGURES = {
 
 
 def curve(directory: Path) -> dict[str, object]:
-    """Validation rewards and training figures of a run, by step; null where nothing was measured."""
+    """Validation rewards and training figures of a run, by step; null where there is no measurement."""
     lines, steps = records(directory)
     validated = validation(lines)
     figures: dict[str, object] = {
@@ -86,7 +86,7 @@ def table(results: dict[str, dict[str, object]]) -> str:
 
 
 def draw(results: dict[str, dict[str, object]], out: Path) -> None:
-    """Validation of the policy, training reward of whoever generates, and KL between the two, over steps."""
+    """Plot validation of the policy, training reward of the generating model, and KL between the two."""
     import matplotlib
 
     matplotlib.use("svg")

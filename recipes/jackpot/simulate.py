@@ -1,8 +1,9 @@
 """OBRS on simulated next-token distributions: Jackpot's Fig. 2 (a, b), and Z from few candidates.
 
-Targets are Dirichlet draws from nearly certain to flat, as a language model's are from token to token. The
-rollout's distribution is the target with noise, of two kinds, since the figure depends on it: noise in the
-logits (a model that drifted or is another one) and a mixture with an independent draw.
+Targets are samples of Dirichlet distributions from nearly certain to flat, as a language model's are from
+token to token. The rollout's distribution is the target with one of two kinds of noise, since the figure
+depends on the kind: noise in the logits (a model that drifted or a different one) and a mixture with an
+independent sample.
 
     python recipes/jackpot/simulate.py [--out recipes/jackpot]
 
@@ -29,7 +30,7 @@ NOISE = {
     "mixture": [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8],
 }
 CANDIDATES = (5, 10, 20, 40)
-GAP = 1.0  # noise in the logits where the normaliser is studied
+GAP = 1.0  # noise in the logits in the study of the normaliser
 REPEATS = 400  # batches of ROWS tokens sampled, for the noise of kappa
 
 
@@ -73,7 +74,7 @@ def contraction(generator: torch.Generator) -> list[dict[str, object]]:
 
 
 def estimates(target: torch.Tensor, rollout: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """Z [rows] from candidates: the paper's union, only the rollout's top-k, and that with the remainder."""
+    """Return Z [rows] from candidates: the paper's union, the rollout's top-k, and top-k with the rest."""
     theirs, ours = rollout.topk(k, -1).indices, target.topk(k, -1).indices
     lower, upper = normalizer_bounds(target.gather(-1, theirs), rollout.gather(-1, theirs), 1.0)
     union = torch.zeros_like(target).scatter(-1, theirs, 1).scatter(-1, ours, 1)
@@ -118,7 +119,7 @@ def normalizers(generator: torch.Generator) -> list[dict[str, object]]:
 
 
 def draw(results: dict[str, object], out: Path) -> None:
-    """Acceptance and KL over the KL before, and the error of one token's Z over the candidates."""
+    """Plot acceptance and KL (relative to KL before), and the error of one token's Z over the candidates."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,27 +1,27 @@
-"""What corrections leave of the distance between a stale policy of SmolLM2 and the present one, exactly.
+"""How far from the present policy of SmolLM2 do corrections leave a stale one, computed exactly?
 
     python -m recipes.smollm_adapt.replay
     python -m recipes.jackpot.smollm [--runs runs/smollm_rl] [--out recipes/jackpot]
 
-The rollout's q is a policy some updates before the end of a run of smollm_rl, the target's p the last policy
-(`recipes.smollm_adapt.policies`). At each token of q's own answers both distributions are known over the
-whole vocabulary. A correction accepts a sampled token x with a(x) and weighs it by w(x); so the loss sees,
-instead of p, the measure
+The rollout's distribution q is a policy some updates before the end of a run of smollm_rl; the target's
+distribution p is the last policy (`recipes.smollm_adapt.policies`). At each token of q's answers both
+distributions are known over the whole vocabulary. A correction accepts a sampled token x with probability
+a(x) and weights it by w(x). The loss therefore sees, instead of p, the measure
 
     m(x) = q(x) a(x) w(x),    M = sum_x m(x)
 
     none             a = 1,               w = 1
-    coin only        a = Z,               w = 1                          a control: as many tokens are masked
+    coin only        a = Z,               w = 1                          a control: masks as many tokens
     TIS              a = 1,               w = min(p / q, 2)
     TIS, bound 3     a = 1,               w = min(p / q, 3)              a control: the bound of OBRS
     masking only     a = min(1, p / q),   w = 1
     reweighting only a = 1,               w = min(Z max(1, p / q), 3)
     OBRS             a = min(1, p / q),   w = min(Z max(1, p / q), 3)    Jackpot Eq. 3, 5; Z = sum min(p, q)
 
-bias is the total variation of m / M and p, what a loss can be wrong by at a context for advantages within
-one; share is M^2 / sum q a w^2, how many tokens of p a sampled one is worth; uneven is the standard deviation
-of M over contexts divided by its mean, as M says how much a context counts. No learning is measured. The unit
-of every interval is the RL run (Student's, 95%). Writes smollm.json and smollm.svg.
+bias is the total variation between m / M and p: the largest error of a loss at a context when advantages are
+within one. share is M^2 / sum q a w^2: the number of tokens of p that a sampled token is worth. uneven is the
+standard deviation of M over contexts divided by its mean, as M is the weight of a context. No learning is
+measured. The unit of every interval is the RL run (Student's, 95%). Writes smollm.json and smollm.svg.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from recipes.smollm_adapt.policies import Policies
 from recipes.smollm_adapt.texts import Text
 from rlpipe.algo.obrs import acceptance, kl, reweight
 
-AGES = {20: 0.5, 40: 0.0}  # updates of the policy since, and the policy's part of the way
+AGES = {20: 0.5, 40: 0.0}  # age in updates -> position of the policy along the run
 TIS, C1 = 2.0, 3.0  # bounds, the defaults of rlpipe
 
 
@@ -129,7 +129,7 @@ def summary(by_age: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def draw(table: dict[str, Any], out: Path) -> None:
-    """Draw what bias a correction leaves against what its tokens are worth, by age."""
+    """Plot the bias that a correction leaves over what its tokens are worth, by age."""
     from matplotlib.figure import Figure
 
     from recipes.runs import save

@@ -1,16 +1,16 @@
 """Corrections under staleness, without PPO's clip: none, TIS, TIS adjusted, OBRS; several seeds each.
 
-Rollouts decode with weights `staleness` optimizer steps old (`injection.stale_steps`), on top of the steps a
-batch makes itself. Runs what is missing under `--runs`, then writes `staleness.json` (and `staleness.svg`
-where matplotlib is installed) next to this file and prints the table. A finished run is not repeated; an
-unfinished one starts again, because a checkpoint holds no old weights.
+Rollouts decode with weights `staleness` optimizer steps old (`injection.stale_steps`), in addition to the
+steps that a batch itself makes. Runs what is missing under `--runs`, then writes `staleness.json` (and
+`staleness.svg` where matplotlib is installed) next to this file and prints the table. Finished runs are not
+repeated; unfinished runs start from the beginning, because a checkpoint holds no old weights.
 
     python recipes/jackpot/study.py [key=value ...] [--runs runs/jackpot_study] [--seeds 0 1 2]
         [--staleness 16 64] [--arms none tis tis_adjusted obrs] [--steps 192]
 
-How this differs from the paper's Tables 3 and 7: there a batch is cut into 64 or 128 optimizer steps, and
-its last one is as stale as that; here every token is equally stale, and a batch makes `MINIBATCHES` steps,
-which is what tells TIS (weight towards the policy at the start of the batch, times PPO's ratio) from TIS
+The difference from the paper's Tables 3 and 7: there a batch is cut into 64 or 128 optimizer steps, and its
+last step is that stale. Here every token is equally stale, and a batch makes `MINIBATCHES` steps. These steps
+are what distinguishes TIS (weight towards the policy at the start of the batch, times PPO's ratio) from TIS
 adjusted (weight towards the current policy, no ratio).
 """
 
@@ -46,7 +46,7 @@ ARMS = {
     "tis_adjusted": ["algo.correction=tis_token", "algo.proximal=current"],
     "obrs": ["algo.correction=obrs", "algo.proximal=current"],
 }
-ON_POLICY = "on_policy"  # no staleness, no correction: what the others are compared with
+ON_POLICY = "on_policy"  # no staleness, no correction: the baseline of the others
 FIGURES = {
     "train_reward": "critic/rewards/mean",
     "entropy": "rollout/entropy",
@@ -62,7 +62,7 @@ FIGURES = {
 
 
 def curve(directory: Path) -> dict[str, object]:
-    """Validation reward and training figures of a run, by optimizer step; null where nothing was measured."""
+    """Validation reward and training figures of a run, by optimizer step; null where not measured."""
     lines, steps = records(directory)
     validated = [[step * MINIBATCHES, reward] for step, reward, _ in validation(lines)]
     rewards = [reward for _, reward in validated]
@@ -78,12 +78,12 @@ def curve(directory: Path) -> dict[str, object]:
 
 
 def rounded(value: float | None) -> float | None:
-    """Five significant digits."""
+    """Round to five significant digits."""
     return None if value is None else float(f"{value:.5g}")
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
-    """One row for each staleness and arm: means over seeds, and the deviation of the last reward."""
+    """One row for each staleness and arm: means over seeds, and the standard deviation of the last reward."""
     cells: dict[str, list[dict[str, object]]] = {}
     for name, result in results.items():
         cells.setdefault(name.rpartition("-")[0], []).append(result)
@@ -105,13 +105,13 @@ def table(results: dict[str, dict[str, object]]) -> str:
 
 
 def mean_of(values) -> str:
-    """Mean of what was measured, or a dash."""
+    """Format the mean of the measurements, or a dash."""
     found = [value for value in values if value is not None]
     return f"{statistics.mean(found):.4g}" if found else "–"
 
 
 def draw(results: dict[str, dict[str, object]], staleness: list[int], out: Path) -> None:
-    """Validation reward over optimizer steps, a panel for each staleness, one line a run, colour by arm."""
+    """Plot validation reward over optimizer steps: panels by staleness, a line per run, colour by arm."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -2,18 +2,18 @@
 
     python -m recipes.jackpot.worlds [--out recipes/jackpot/worlds.json] [--groups pairs fp8 ...] [--seeds 8]
 
-No language model. A prompt has a few right tokens at each of three positions, and an answer earns 1 if all of
-its tokens are right. The policy has logits for every prompt, position and token before; a smaller one
-(`rank`) sees prompts and positions through a few random features only, so that it cannot follow. Losses,
-corrections and advantages are rlpipe's own (`rlpipe.algo`); what stands for a model is a table.
+No language model is used. A prompt has a few right tokens at each of three positions, and an answer earns 1
+if all of its tokens are right. The policy has logits for every prompt, position and token before. A smaller
+model (`rank`) sees prompts and positions only through a few random features, so that it cannot follow the
+policy. Losses, corrections and advantages are rlpipe's (`rlpipe.algo`); each model is a table.
 
-Rollouts come from the policy, from an older copy of it (`every` updates are made on one), from its weights in
-FP8 (e4m3, rounded by torch) or with noise, or from a smaller actor, which learns by PPO and by
+Rollouts come from one of these: the policy; an older copy of it (`every` updates are made on one copy); its
+weights in FP8 (e4m3, rounded by torch) or with noise; or a smaller actor, which learns by PPO and by
 KL(policy || actor) (Eq. 8).
-All seeds are worlds of their own and run side by side in one tensor; only kappa is measured over all of them.
-Reported are the exact chance of a right answer (mean@k for any k), pass@4, and KL(policy || rollout) at the
-tokens that were sampled, over the steps; differences are paired by world, Student's 95% interval. A group
-that --out has already is not repeated.
+Each seed is a separate world. All worlds run side by side in one tensor; only kappa is measured over all of
+them. Reported over the steps are the exact chance of a right answer (mean@k for any k), pass@4, and
+KL(policy || rollout) at the sampled tokens. Differences are paired by world, with Student's 95% interval. A
+group that --out already contains is not repeated.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Arm:
     """A training run.
 
     rank: of the actor that generates, None for the policy. distill: weight of KL(policy || actor). target:
-    the KL that distill is steered to, in nats (section 8), None to leave it. ppo: weight of the actor's PPO.
-    every: updates on rollouts of one copy. fp8: whether the rollout's weights are rounded. noise: standard
-    deviation of what is added to them. small: whether the actor is trained alone. coin: whether the tokens
-    that OBRS masks are replaced by as many random ones.
+    the KL in nats that distill is steered to (section 8), None for a constant distill. ppo: weight of the
+    actor's PPO. every: updates on rollouts of one copy. fp8: whether the rollout's weights are rounded.
+    noise: standard deviation of the noise added to them. small: whether only the actor is trained. coin:
+    whether the tokens that OBRS masks are replaced by as many random ones.
     """
 
     algo: Mapping[str, Any]
@@ -92,7 +92,7 @@ def pair(rank: int) -> dict[str, Arm]:
 
 
 class Coin(ObrsMask):
-    """Masks as many tokens as OBRS, but any: each with the rejection rate 1 - Z of its position."""
+    """Masks as many tokens as OBRS but at random: each with the rejection rate 1 - Z of its position."""
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
         found, extras = super().weigh(inputs), inputs.extras
@@ -310,7 +310,7 @@ def train(settings: Arm, seeds: int) -> dict[str, Any]:
 
 
 def summary(curve: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is compared of an arm, by world, and its curves, means over worlds."""
+    """Return an arm's compared figures by world, and its curves as means over worlds."""
     chances = torch.stack(curve["chance"])  # [points, S, prompts]
     reward, divergence = chances.mean(-1), torch.stack(curve["kl"])
     found: dict[str, Any] = {
@@ -346,7 +346,7 @@ BASELINES = {"c1": "3", "lambda": "1", "top k": "all", "long": "Jackpot", "close
 
 
 def baseline(group: str) -> str:
-    """Return the arm that those of a group are compared with."""
+    """Return the arm that the others of its group are compared with."""
     return BASELINES.get(group, "Jackpot" if group.startswith("pair") else "OBRS")
 
 
@@ -372,7 +372,7 @@ PANELS = {
 
 
 def draw(results: Mapping[str, Any], file: Path) -> None:
-    """Draw what corrections gain over none at the end, where their groups were run."""
+    """Draw the final gain of corrections over none, for the groups that were run."""
     from matplotlib.figure import Figure
 
     from rlpipe.report.png import PALETTE, TEXT
@@ -414,7 +414,7 @@ def main() -> None:
     args = parser.parse_args()
 
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {"groups": {}}
-    done: dict[str, dict[str, Any]] = {}  # an arm of several groups is trained once
+    done: dict[str, dict[str, Any]] = {}  # an arm that is in several groups is trained once
     for group in args.groups:
         if group not in results["groups"]:
             for one in GROUPS[group].values():

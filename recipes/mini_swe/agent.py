@@ -1,7 +1,7 @@
-"""mini-swe-agent's own loop on one task: its `DefaultAgent` and `LocalEnvironment`, its parser of actions.
+"""Runs mini-swe-agent's loop on one task, with its `DefaultAgent`, `LocalEnvironment` and parser of actions.
 
-Runs in the sandbox, in the folder of the repository. Only the text between loop and model is changed: the
-shipped toy model writes a bare command, and reads what it printed.
+Runs in the sandbox, in the folder of the repository. Only the text between the loop and the model is changed:
+the shipped toy model writes a bare command and reads the command's output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OBSERVATION = f"{{{{ output.output.rstrip('\\n')[:{SHOWN}] }}}}"
 
 
 class Endpoint:
-    """A `Model` of mini-swe-agent: the address that rlpipe gives an agent."""
+    """A `Model` of mini-swe-agent: the one at the address that rlpipe gives an agent."""
 
     def query(self, messages: list[dict], **_: object) -> dict:
         """Have the model write the next turn; its actions are in `extra`."""
@@ -58,7 +58,7 @@ class Endpoint:
 
 
 def main() -> None:
-    """Work on the task; without a submission nothing is handed in, as in mini-swe-agent's own runs."""
+    """Work on the task; without a submission there is no answer, as in mini-swe-agent's own runs."""
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     environment = LocalEnvironment(timeout=10, env={"PATH": f"/agent:{os.environ['PATH']}"})
     agent = DefaultAgent(

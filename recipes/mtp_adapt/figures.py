@@ -1,11 +1,11 @@
-"""Bebop's Figures 3 and 8 from the directories of finished RL runs; nothing is run.
+"""Draws Bebop's Figures 3 and 8 from the directories of finished RL runs, without running anything.
 
     python recipes/mtp_adapt/figures.py target_only=RUN hard_ce=RUN kl=RUN e2e_tv=RUN --out figures.svg
         [--json figures.json]
 
 Left (Fig. 8): acceptance rate of each step over the entropy of the target, with the robust line of the early
 phase. Right (Fig. 3): the change of acceptance over the steps (solid), and the part of it that entropy
-explains (dashed); what lies between is mismatch. Intervals of the last window are in the JSON.
+explains (dashed). The gap between the two is mismatch. Intervals of the last window are in the JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLOURS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 
 
 def labelled(items: list[str]) -> dict[str, RunData]:
-    """LABEL=RUN to runs. Raises ValueError for one that is too short, or without drafts."""
+    """Read LABEL=RUN arguments. Raises ValueError for a run that is too short or has no drafts."""
     runs = {}
     for item in items:
         label, _, path = item.partition("=")

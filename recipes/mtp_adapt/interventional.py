@@ -1,4 +1,4 @@
-"""Does entropy itself lower acceptance? Two interventions, besides the two slopes of a run.
+"""Does entropy itself lower acceptance? Two interventions, in addition to the two slopes of a run.
 
     python recipes/mtp_adapt/interventional.py [--seeds 0 1 2] [--steps 30] [--runs runs/interventional]
 
@@ -6,12 +6,14 @@ For every seed, on the shipped model (acceptance of depth 1 under rejection, 1 -
 
     temperature   the policy's own texts at T = 1, read again at each of --temperatures: the same contexts and
                   weights, only p and q are sharper or flatter. Slope within contexts, over temperatures.
-    prompts       the same weights on mixes of prompts: half of the texts of each family of tasks rank the
-                  families by entropy, the other half measures; slope between their upper and lower third.
+    prompts       the same weights on different mixes of prompts. Half of the texts of each family of tasks
+                  ranks the families by entropy, the other half measures: slope between the upper and the
+                  lower third of the families.
     contexts      across the contexts at T = 1 (`cross_section`): tokens of high entropy against those of low
-    steps         between the early steps of an RL run from there (`decompose`), as in Bebop's Figure 3
+    steps         between the early steps of an RL run that starts there (`decompose`), as in Bebop's Figure 3
 
-With each of them, Eq. 16 splits the change of acceptance over that RL run once more. Means over seeds with
+With each of these slopes, Eq. 16 splits the change of acceptance over the RL run. Results are means over
+seeds with Student's 95% intervals. Writes results/interventional.json; finished runs are not repeated.
 Student's 95% intervals. Writes results/interventional.json; finished runs are not repeated.
 """
 
@@ -45,7 +47,7 @@ QUIET = ["cluster=inline", "val.every=0", "run.save_every=0", "metrics.wandb=off
 
 
 class Reader:
-    """Target and draft of the shipped model, over texts that are there already."""
+    """Target and draft of the shipped model, over existing texts."""
 
     def __init__(self, path: Path) -> None:
         self._backbone = Qwen2ForCausalLM.from_pretrained(path).eval()
@@ -71,14 +73,14 @@ class Reader:
 
 
 def by_temperature(read: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Slope within contexts: every context's own mean is taken out."""
+    """Slope within contexts: the mean of every context is subtracted."""
     alpha, entropy = (np.concatenate(part, axis=1) for part in zip(*read, strict=True))
     moved = entropy - entropy.mean(0)
     return float((moved * alpha).sum() / (moved * moved).sum())
 
 
 def by_prompts(records: list[dict], read: list[tuple[np.ndarray, np.ndarray]], at: int) -> float:
-    """Slope between two mixes of task families, chosen by other texts than those that measure them."""
+    """Slope between two mixes of task families, chosen by one half of the texts and measured on the other."""
     families: dict[str, list[tuple[float, float]]] = {}
     for record, (alpha, entropy) in zip(records, read, strict=True):
         if alpha.shape[1]:

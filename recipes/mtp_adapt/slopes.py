@@ -3,12 +3,12 @@
     python recipes/mtp_adapt/slopes.py --drafts hard_ce=DIR kl=DIR e2e_tv=DIR [--temperatures 0.6 1 1.4]
         [--rl-steps 40] [--runs runs/slopes] [--json OUT] [--figure OUT.svg] [key=value ...]
 
-Sweep: for every draft and temperature one step of the main job on the same prompts; its probe set gives, for
-every context of the policy's own text, the target's entropy and what rejection (1 - TV) and target-only
-(p of q's argmax) would accept. The slope is taken over all temperatures, per token (each context a point) and
-per sequence (means of a trajectory), in acceptance per nat, errors clustered by trajectory.
+Sweep: one step of the main job on the same prompts for every draft and temperature. Its probe set contains,
+for every context of the policy's own text, the target's entropy and the acceptance under rejection (1 - TV)
+and under target-only (p of q's argmax). The slope is taken over all temperatures, per token (each context is
+a point) and per sequence (means of a trajectory), in acceptance per nat; errors are clustered by trajectory.
 
-RL: for every draft a run under rejection, and one under target-only for the first draft; Eq. 16 splits the
+RL: one run under rejection for every draft, and one under target-only for the first draft. Eq. 16 splits the
 change of the acceptance rate between the early phase and the last steps. Finished runs are not repeated.
 """
 
@@ -39,7 +39,7 @@ SWEEP = ["run.steps=1", "metrics.probe.every=1", "metrics.probe.contexts=4000", 
 
 
 def run(directory: Path, *overrides: str) -> Path:
-    """Run the main job in one process, with few records."""
+    """Run the main job in one process, with few recordings."""
     own = ["cluster=inline", "run.save_every=0", "metrics.wandb=off", "metrics.report=false"]
     return play("swe_rl", directory, *own, *overrides)
 
@@ -108,7 +108,7 @@ def mean(values: np.ndarray) -> float:
 
 
 def slope(points: Pooled) -> dict[str, float]:
-    """Acceptance on entropy."""
+    """Regress acceptance on entropy."""
     return plain(cross_section(points.alpha, points.entropy, points.clusters, level=0.95))
 
 

@@ -1,10 +1,10 @@
-"""What adaptation gains in a rollout: acceptance length and tokens a second, before and after, in one bench.
+"""How much does adaptation speed up a rollout: acceptance length and tokens a second, before and after?
 
     python recipes/mtp_adapt/speed.py --before shipped:models/tiny --after runs/adapted/model --json OUT
 
-The arms of scripts/bench/rollout_speed.py on its `turns` workload, conversations with held-out SWE instances:
-no drafts, then each draft under each mode. Arms run in processes of their own and take turns within a repeat;
-a ratio is the median over repeats of the ratio within the repeat.
+The arms are those of scripts/bench/rollout_speed.py on its `turns` workload, conversations about held-out SWE
+instances: no drafts, then each draft in each mode. Arms run in separate processes and take turns within a
+repeat; a ratio is the median over repeats of the ratio within the repeat.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Which objective makes the best draft: every kind and anchor weighting from one warm-up, in real generation.
+"""Which objective makes the best draft? Compares objectives and anchor weightings from one warm-up.
 
     python recipes/mtp_adapt/study.py [--runs runs/mtp_adapt_study] [--kinds hard_ce kl ...] [--seeds 0 1 2]
 
-Each line is one or more runs of the main job; a finished one is not repeated, an interrupted one resumed, and
-one that lacks a held-out set asked for later is measured on it.
+Each line is one or more runs of the main job. Finished runs are not repeated, and interrupted runs are
+resumed. A finished run that lacks a held-out set requested later is measured on that set.
 
 1 fresh     the model with its MTP layer replaced by an untrained one: room to improve
-2 warm      a few hundred steps of hard cross-entropy on it; every cell starts there
-3 sweep     each arm at each learning rate, one seed apart; the rate is chosen by acceptance under rejection
-            on held-out prompts that are not those of the result
+2 warm      a few hundred steps of hard cross-entropy on that model; every cell starts there
+3 sweep     each arm at each learning rate, on a separate seed; the rate is chosen by acceptance under
+            rejection, on held-out prompts other than those of the result
 4 cells     each objective at its rate, for each seed (own rollouts, own data order): acceptance on held-out
             prompts in- and out-of-domain, rejection and target-only, by depth
 
-Writes results.json and table.md into --runs. Rates are Σ accepted / Σ drafted in percent; seeds are added up
-prompt by prompt, so that the prompt is the cluster of every error; differences are paired by prompt, and
-given for each seed as well, because the errors say nothing of other seeds.
+Acceptance is measured in real generation. Writes results.json and table.md into --runs. Rates are Σ accepted
+/ Σ drafted in percent. Seeds are summed prompt by prompt, so that all errors are clustered by prompt.
+Differences are paired by prompt. They are also reported for each seed, because the errors do not cover the
+variation between seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KINDS = ["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "e2e_chain", "lk"]
 ANCHORS = ["uniform", "visit"]
 MODES = ["rejection", "target_only"]
 BASELINES = ["hard_ce/uniform", "kl/uniform"]
-WARM_SEED, SWEEP_SEED = 1001, 1000  # apart from the seeds of the result
+WARM_SEED, SWEEP_SEED = 1001, 1000  # separate from the seeds of the result
 SELECTION = "swe.held_instances"  # the held-out set that chooses learning rates, unless set otherwise
 
 
@@ -112,7 +113,7 @@ class Study:
         return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
 
     def evaluation(self) -> list[str]:
-        """What the result is measured on."""
+        """Return the overrides that name the held-out sets of the result."""
         found = [
             f"adapt.in_domain=[{','.join(self.args.in_domain)}]",
             f"adapt.eval_modes=[{','.join(MODES)}]",
@@ -139,18 +140,18 @@ def write_fresh_draft(model: Path, out: Path) -> None:
 
 
 def last_evaluation(run: Path, step: int) -> Evaluation:
-    """What a finished run measured after its last step."""
+    """Return the last measurements of a finished run."""
     return Evaluation.read(evaluation_file(run, step))
 
 
 def is_complete(run: Path, step: int, evaluate: Sequence[str]) -> bool:
-    """Whether a run has its summary, and its last evaluation the held-out sets that the overrides name."""
+    """Return whether a run has its summary and its last evaluation has the held-out sets of the overrides."""
     if not (run / "results.json").is_file() or not evaluation_file(run, step).is_file():
         return False
     known = [f"{name}." for name in last_evaluation(run, step).domains]
     wanted = [o.split("=")[1].strip("[]") for o in evaluate if o.split("=")[0].endswith("_domain")]
     return all(
-        any(name.startswith(f"{domain}.") for name in known)  # `swe` stands for all of its parts
+        any(name.startswith(f"{domain}.") for name in known)  # `swe` means all of its parts
         for domain in ",".join(wanted).split(",")
         if domain
     )
@@ -201,7 +202,7 @@ def _pooled(seeds: list[Evaluation], domain: str, mode: str) -> Counts:
 
 
 def rounded(found: Estimate) -> list[float | None]:
-    """Value and error; None where nothing was observed."""
+    """Value and error; None without observations."""
     return [None if x is None or isnan(x) else round(x, 5) for x in (found.value, found.se)]
 
 
@@ -225,7 +226,7 @@ def markdown(results: dict[str, Any], domains: Sequence[str], baselines: Sequenc
 
 
 def percent(value: Sequence[Any] | None, sign: str = "") -> str:
-    """A value and its error, both shares, in percent; a dash where nothing was observed."""
+    """A value and its error, from shares to percent; a dash without observations."""
     if value is None or value[0] is None:
         return "–"
     error = "" if value[1] is None else f" ± {100 * value[1]:.2f}"

@@ -2,10 +2,10 @@
 
     python -m recipes.mtp_adapt.throughput [--json recipes/mtp_adapt/results/throughput.json]
 
-A pair is one model and batch, decoded with target-only and with rejection in one run: what rejection gains in
-accepted tokens per step, and in tokens per second. Read from committed results, so nothing is run: stock
-SGLang on an H100, and the embedded engine on a CPU. Writes the pairs, Pearson's r and its 95% interval by
-Fisher's z.
+A pair is one model and batch, decoded with target-only and with rejection in one run. Compared are the gain
+of rejection in accepted tokens per step and in tokens per second. Everything is read from committed results:
+stock SGLang on an H100, and the embedded engine on a CPU. Writes the pairs, Pearson's r and its 95% interval
+by Fisher's z.
 """
 
 from __future__ import annotations

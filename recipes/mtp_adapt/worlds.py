@@ -2,19 +2,20 @@
 
     python -m recipes.mtp_adapt.worlds [--worlds 12] [--json recipes/mtp_adapt/results/worlds.json]
 
-No language model: every acceptance is exact. A world has 8 anchors for the policy to learn on and 8 others.
-After each anchor and each prefix of at most two of 6 tokens is a hidden state; the policy is a head on it
-plus logits of its own, and the draft a head on half of the hidden state: it cannot match the policy, and
-follows when RL moves the states, as an MTP layer does. RL raises the chance of a few right tokens by its
-exact gradient, and entropy falls. Drafts never enter the policy's gradient, so all arms see one policy.
+No language model is used, so every acceptance is exact. A world has 8 anchors for the policy to learn on and
+8 others. A hidden state follows each anchor and each prefix of at most two of 6 tokens. The policy is a head
+on this state plus separate logits. The draft is a head on half of the state: it cannot match the policy, but
+it follows when RL moves the states, as an MTP layer does. RL raises the probability of a few right tokens by
+its exact gradient, and entropy falls. Drafts never enter the policy's gradient, so all arms see one policy.
 
 objectives  from one start, equal steps of each objective on texts of the policy before RL; accepted drafts of
             a window of three over the steps, on the anchors trained on (in domain) and on the others
-rl          from the drafts by e2e TV and by KL: frozen, or updated at every RL step by e2e TV or hard labels
+rl          starts from the drafts trained by e2e TV and by KL; each is frozen, or updated at every RL step by
+            e2e TV or hard labels
 
-Of each draft: accepted drafts under rejection and target-only, acceptance by depth, and what Bebop's Fig. 10
-and 11 show (`rlpipe.drafts.loss.stats`). Worlds run side by side in one tensor. The unit of every interval
-is the world (Student's, 95%, paired).
+Reported for each draft: accepted drafts under rejection and target-only, acceptance by depth, and the values
+of Bebop's Fig. 10 and 11 (`rlpipe.drafts.loss.stats`). Worlds run side by side in one tensor. The unit of
+every interval is the world (Student's, 95%, paired).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WINDOWS = torch.cartesian_prod(*[torch.arange(VOCAB)] * DEPTHS)  # [V^K, K]
 
 
 class World:
-    """The policy's hidden states after every prefix, which RL moves, and what stays fixed, of S worlds.
+    """The policy's hidden states after every prefix, which RL moves, and the fixed parts, of S worlds.
 
     Anchors of all worlds are in one row, a world's HALF in domain before its HALF others. states: K tables
     [anchors, V^t, H].
@@ -95,7 +96,7 @@ def everything(world: World, domain: int) -> tuple[Tensor, Tensor]:
 
 
 def measure(world: World, states: Sequence[Tensor], weights: Tensor, domain: int) -> dict[str, Tensor]:
-    """Compute everything of a draft, exactly: [S] each."""
+    """Compute all figures of a draft, exactly: [S] each."""
     tokens, anchors = everything(world, domain)
     with torch.no_grad():
         log_p = along(world.policy(states), tokens, anchors)
@@ -158,7 +159,7 @@ class Learner:
 
 
 def learn_policy(world: World, states: Sequence[Tensor]) -> list[Tensor]:
-    """Take a step of RL: at every prefix in domain the exact gradient of the chance of a right token."""
+    """Take a step of RL: the exact gradient of the chance of a right token, at every prefix in domain."""
     leaves = [state.clone().requires_grad_() for state in states]
     pairs = zip(world.policy(leaves), world.right, strict=True)
     inside = world.anchors(0)
@@ -210,7 +211,7 @@ def rl(world: World, drafts: dict[str, Tensor]) -> dict[str, list[dict[str, Tens
 
 
 def summary(curves: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
-    """Compute means over worlds, and the differences that the paper speaks of, with intervals."""
+    """Compute means over worlds, and the paper's differences, with intervals."""
     table: dict[str, Any] = {"objectives": {}, "rl": {}}
     for kind, curve in curves.items():
         row: dict[str, Any] = {}
@@ -244,7 +245,7 @@ def summary(curves: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def correlations(curves: dict[str, Any]) -> dict[str, float]:
-    """Correlate over all drafts, in and out of domain, before RL, what Bebop's Fig. 10 shows."""
+    """Correlate the values of Bebop's Fig. 10 over all drafts, in and out of domain, before RL."""
     ends = [curve[-1][domain] for curve in curves.values() for domain in (0, 1)]
     columns = {name: torch.cat([end[name] for end in ends]).numpy() for name in ends[0]}
     names = ("entropy gap", "kl", "reverse kl")
@@ -253,7 +254,7 @@ def correlations(curves: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the study; print what differs."""
+    """Run the study; print the differences."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,17 @@
-"""The exact gradient of acceptance against PPOW and end-to-end TV, from one start at equal steps.
+"""Compares the exact gradient of acceptance with PPOW and end-to-end TV, from one start at equal steps.
 
     python -m recipes.ppow.exact [--runs runs/ppow_exact] [--arms exact_window ...] [--seeds 0 1 2 3 4]
 
-1 rollouts  the model's own, once; split by prompt into those of the warm-up, of the arms and held-out ones
+1 rollouts  of the frozen model, once; split by prompt for the warm-up, for the arms and for held-out use
 2 warm      a fresh MTP layer learns by soft KL: the start of every arm
-3 sweep     each arm at each learning rate, with a seed of its own; the best on held-out prompts that are not
-            those of the result
+3 sweep     each arm at each learning rate, on a separate seed; the best on held-out prompts other than those
+            of the result
 4 cells     each arm at its rate, for each seed: order of the data, windows and drafts
 
-Measured: the drafts that chain verification accepts in expectation, E[k] of windows that the trained layer
-drafts from even anchors of held-out texts, as the engine drafts; the same anchors and uniforms for every arm
-and seed. So no coin is thrown, but drafts are sampled, from every anchor alike: an engine starts more often
-at hard ones.
+Measured is the expected number of drafts that chain verification accepts, E[k], of windows that the trained
+layer drafts from even anchors of held-out texts, as the engine drafts. The anchors and uniforms are the same
+for every arm and seed. So verification adds no sampling noise, but the drafts are sampled, and from all
+anchors equally often: an engine starts more often at hard ones.
 
 The unit of every interval is the seed (Student's, 95%, over the differences of arms at equal seeds). A
 finished cell is not repeated. Writes results.json and table.md into --runs.
@@ -99,7 +99,7 @@ class Study:
         return kept(self.runs / "cells" / name, compute)
 
     def measure(self, model: Path) -> dict[str, float]:
-        """Expected accepted drafts per window, on the prompts of the sweep and on those of the result."""
+        """Return expected accepted drafts per windowon the prompts of the sweep and of the result."""
         found = {}
         for name, data in (("sweep", self.sweep_data), ("held_out", self.held_out)):
             trainer = self._trainer(model, ("exact_window", EVEN), 0.0, 0, 1)

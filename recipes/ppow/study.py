@@ -2,8 +2,8 @@
 
     python recipes/ppow/study.py [--runs runs/ppow_study] [--arms ppow hard_ce kl e2e_tv ...] [--seeds 0 1 2]
 
-Stages, files and figures are those of recipes/mtp_adapt/study.py: one warm-up that every arm starts from,
-a learning rate for each arm, then equal steps on the same own rollouts for each seed, acceptance in
+Stages, files and figures are those of recipes/mtp_adapt/study.py: one warm-up from which every arm starts,
+a learning rate for each arm, then equal steps on the same rollouts for each seed. Acceptance is measured in
 real generation. Arms:
 
     ppow                          the recipe
@@ -12,8 +12,8 @@ real generation. Arms:
     ppow_expected                 the expected reward instead of the verified one
     hard_ce, kl, e2e_tv           continued supervised training (PPOW Fig. 3)
 
-All arms train on the model's own texts, at every position or in windows sampled from there; a step reads the
-same trajectories. It does not cost the same: ppow runs the backbone on its windows as well.
+All arms train on the model's own texts, at every position or in windows sampled from them, and a step reads
+the same trajectories in each. The cost of a step differs: ppow also runs the backbone on its windows.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Which gradient makes a limited draft accepted most: exact, PPOW, PPOW with its missing term, e2e TV, KL.
+"""Which gradient raises a limited draft's acceptance most: exact, PPOW (with its missing term), e2e TV, KL?
 
     python -m recipes.ppow.tables [--seeds 12] [--json OUT]
 
-No language model: everything can be enumerated, so that a result is exact up to the noise of training
-itself. A world (one seed) has 8 anchors. After each anchor and each prefix of drafts the target's logits
-over 8 tokens are random, in part linear in 6 features of the prefix. The draft is linear in the features:
-it cannot match the target and has to choose what to give up. It starts from 100 steps of KL on the whole
-population and then takes equal steps of every arm, each on 8 windows of 3 tokens from each anchor (for e2e
-TV and KL 8 texts of the target, as long). `population` follows the exact gradient by enumeration: what an
-estimator without noise would reach.
+No language model is used: everything can be enumerated, so a result is exact except for the noise of training
+itself. A world (one seed) has 8 anchors. After each anchor and each prefix of drafts the target's logits over
+8 tokens are random, in part linear in 6 features of the prefix. The draft is linear in the features, so it
+cannot match the target and must choose where to be wrong. It starts from 100 steps of KL on every window,
+weighted by the target, and then takes equal steps of every arm, each on 8 windows of 3 tokens from each
+anchor (for e2e TV and KL, on 8 texts of the target of that length). `population` follows the exact gradient
+by enumeration: the result of an estimator without noise.
 
-Measured is E[accepted] per window by enumeration, chain verification. The learning rate of each arm (Adam) is
-chosen on worlds of their own; the unit of every interval is the world (Student's, 95%, paired).
+Measured is E[accepted] per window by enumeration, with chain verification. The learning rate of each arm
+(Adam) is chosen on separate worlds; the unit of every interval is the world (Student's, 95%, paired).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def exact_window(world: World, weights: Tensor, generator: torch.Generator) -> T
 
 
 def ppow(world: World, weights: Tensor, generator: torch.Generator, *, exact: bool = False) -> Tensor:
-    """PPOW's loss without KL and R_dist, with sampled coins; exact: with the term that it misses."""
+    """PPOW's loss without KL and R_dist, with sampled coins; exact: with PPOW's missing term."""
     tokens = world.sampled(weights, generator)
     log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
     accept = (logprobs_of(log_p, tokens) - logprobs_of(log_q.detach(), tokens)).clamp(max=0).exp()

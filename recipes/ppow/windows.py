@@ -2,13 +2,14 @@
 
     python -m recipes.ppow.windows [--seeds 5] [--json recipes/ppow/windows.json]
 
-switch      Fig. 4: even anchors, then ADAW alone; reward and KL(draft || target) of the windows trained on
-rates       Table 3, Fig. 3: as many more steps of KL (continued supervised training), e2e TV and PPOW from
-            one start, at every learning rate; E[accepted] by enumeration after a third of the steps and all
+switch      Fig. 4: even anchors, then only ADAW; reward and KL(draft || target) of the windows trained on
+rates       Table 3, Fig. 3: equally many further steps of KL (continued supervised training), e2e TV and PPOW
+            from one start, at every learning rate; E[accepted] by enumeration after a third of the steps and
+            after all
 candidates  Table 2: drafted windows of one anchor verified together, as a tree of chains (`verify_tree`)
-hardness    Table 8: windows that the start's own draft has accepted in full (easy) and the others (hard), the
-            same uniforms for every draft: accepted drafts, and nabla = e^delta - delta - 1 of drafted tokens,
-            delta = log p - log q
+hardness    Table 8: accepted drafts on windows that the starting draft has accepted in full (easy) and on the
+            others (hard), with the same uniforms for every draft; and nabla = e^delta - delta - 1 of drafted
+            tokens, delta = log p - log q
 
 The unit of every interval is the world (Student's, 95%, paired).
 """
@@ -35,7 +36,7 @@ from rlpipe.spec.verify import verify_tree
 
 STEPS, LRS, LR = 90, (0.003, 0.01, 0.03), 0.01
 GROUPS = (1, 2, 4, 8)  # candidate windows of a step
-REPEATS = 64  # windows of each anchor where something is sampled
+REPEATS = 64  # windows of each anchor in sampled figures
 NEAR = 20  # steps on either side of the switch
 HARDNESS = ("easy, accepted", "easy, nabla", "hard, accepted", "hard, nabla")
 CONFIG = PpowConfig(draft_cost=0.2, kl_coef=0.0, tolerance=3.0)  # at 1 nat hardly a window earns R_dist
@@ -90,7 +91,7 @@ def greedy_logprobs(world: World) -> Tensor:
 
 
 def switch(world: World, seed: int) -> dict[str, list[float]]:
-    """Train by PPOW on even anchors and then by ADAW alone; reward and KL of each step's windows."""
+    """Train by PPOW on even anchors and then by ADAW only; return reward and KL of each step's windows."""
     weights, generator = world.start.clone().requires_grad_(), torch.Generator().manual_seed(seed)
     optimizer, found = torch.optim.Adam([weights], lr=LR), {"reward": [], "kl": []}
     for step in range(2 * STEPS):
@@ -228,7 +229,7 @@ PAIRS = {
 
 
 def summary(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Return means over worlds, and the differences that the paper speaks of, with intervals."""
+    """Return means over worlds, and the paper's differences, with intervals."""
     results: dict[str, Any] = {}
     for part, columns in found.items():
         results[part] = {name: rounded_over_seeds(values) for name, values in columns.items()}

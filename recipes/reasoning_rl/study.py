@@ -1,8 +1,8 @@
-"""What the recipe does with the shipped model: reward of training batches and of held-out tasks, by step.
+"""Reward of training batches and of held-out tasks by step, when the recipe trains the shipped model.
 
     python recipes/reasoning_rl/study.py [key=value ...] [--runs runs/reasoning_rl_study] [--seeds 0]
 
-Runs what is missing, then writes results.json and curves.svg next to this file. Validation draws the same
+Runs what is missing, then writes results.json and curves.svg next to this file. Validation samples the same
 tasks for every seed.
 """
 

@@ -1,25 +1,24 @@
-"""How much speed is lost by choosing rule and gamma from a few answers, of the domain itself or of another?
+"""How much speed is lost by choosing rule and gamma from a few answers, of the same domain or of another?
 
     python -m recipes.smollm_adapt.advice [--texts 16] [--out recipes/smollm_adapt/results/advice.json]
 
 Four domains are tasks of `recipes.smollm_rl`, four are kinds of prompts that the shipped layer never saw
-(maths, code, translation, HTML). In each, the model answers held-out prompts at temperature 1, and the
-accepted drafts of every rule and gamma are known exactly in the mean (`rules`). Speed over decoding without
-drafts is
+(maths, code, translation, HTML). In each, the model answers held-out prompts at temperature 1. The accepted
+drafts of every rule and gamma are then exact in expectation (`rules`). Speed over decoding without drafts is
 
     (1 + accepted drafts of gamma) / c(batch, gamma)
 
-with the costs c of a step that `scripts/bench/drafts_pay.py` measured on two cores; c is taken to be the same
-for all rules, and a domain's length of answers to matter nowhere else. Half of a domain's answers, drawn at
-random, are what a user has measured; the others tell the speed of the choice, and that of the best choice.
-The share of speed lost is the regret of
+with the costs c of a step that `scripts/bench/drafts_pay.py` measured on two cores. c is assumed to be the
+same for all rules, and the length of a domain's answers to matter nowhere else. Half of a domain's answers,
+sampled at random, represent what a user has measured. The other half gives the speed of the choice, and of
+the best choice. The regret, the share of speed lost, is reported for these choices:
 
-    here        rejection, block or target-only, and gamma from 0 to 3, by the domain's own half
-    elsewhere   the same by half of the answers of all other domains
+    here        rejection, block or target-only, and gamma 0 to 3, by the measured half of the same domain
+    elsewhere   the same by the measured halves of all other domains
     default     rejection with gamma 3
     never       no drafts
 
-Means over SPLITS halves; the unit of every interval is the domain (Student's, 95%).
+Regrets are means over SPLITS random halves; the unit of every interval is the domain (Student's, 95%).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ COSTS = Path("scripts/bench/results/drafts_pay.json")
 def step_costs(result: Mapping[str, Any]) -> dict[int, list[float]]:
     """Return by batch the time of a step with 0 to 3 drafts, over one without.
 
-    result: of drafts_pay, which has the acceptance a with 1 + a + ... + a^gamma equal to that cost.
+    result: of drafts_pay, which contains the acceptance a with 1 + a + ... + a^gamma equal to that cost.
     """
     costs: dict[int, list[float]] = {}
     for batch in result["config"]["batches"]:
@@ -79,7 +78,7 @@ def speeds(sums: np.ndarray, costs: list[float]) -> np.ndarray:
 
 
 def regrets(domains: Mapping[str, np.ndarray], costs: list[float]) -> dict[str, dict[str, float]]:
-    """Return by domain and way of choosing the mean share of speed that is lost, and the best speed."""
+    """Return by domain and kind of choice the mean share of speed lost, and the best speed."""
     rng = np.random.default_rng(0)
     table: dict[str, dict[str, float]] = {name: dict.fromkeys((*WAYS, "best speed"), 0.0) for name in domains}
     for _ in range(SPLITS):

@@ -1,9 +1,9 @@
-"""Which drafter, and whether to train it and by which objective: what choices lose where they were not made.
+"""Which drafter, is it trained, and by which objective: how much do choices lose that were made elsewhere?
 
     python -m recipes.smollm_adapt.choices [--out recipes/smollm_adapt/results]
 
-From committed results only, in seconds. A unit is a held-out set or a policy, with what every option reaches
-there; the regret of a choice is the share of the best option's value that is lost.
+Reads only committed results and takes seconds. A unit is a held-out set or a policy, with the value of every
+option there. The regret of a choice is the share of the best option's value that is lost.
 
     drafter    recipes/drafters: two domains at temperatures 0 and 1, speed against none. "measured here" is
                the choice by the other temperature of the domain, "measured elsewhere" by the other domain.
@@ -11,11 +11,11 @@ there; the regret of a choice is the share of the best option's value that is lo
                SmolLM2 in and out of domain (`objectives`), its policies after RL (`replay`), and the tiny
                model, in and out of domain (recipes/mtp_adapt). "measured elsewhere" is the choice by the
                mean regret over the other units.
-    ten steps  all objectives of `objectives`: the one with the largest mean acceptance in its first ten
-               steps, on texts that it has not seen, and what that loses at the end.
+    ten steps  all objectives of `objectives`: the choice is the one with the largest mean acceptance in its
+               first ten steps, on texts that it has not seen; its regret is measured at the end.
 
-The time that training takes is left out. The unit of every interval is the unit of the question (Student's,
-95%). Rule and gamma are chosen in `advice`. Writes choices.json and the picture.
+Training time is left out. The unit of every interval is the unit of the question (Student's, 95%). Rule and
+gamma are chosen in `advice`. Writes choices.json and the picture.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _domain(unit: str) -> str:
 
 
 def regrets(units: Units, ways: Mapping[str, Choose], base: str) -> dict[str, Any]:
-    """Return of every way, and of every option for all units, the share lost: by unit, mean and interval."""
+    """Return the share lost by every way of choosing, and by each fixed option: units, mean, interval."""
     fixed = next(iter(units.values()))
     by_way = {
         way: {unit: lost(units[unit], choose(units, unit)) for unit in units} for way, choose in ways.items()
@@ -132,7 +132,7 @@ def regrets(units: Units, ways: Mapping[str, Choose], base: str) -> dict[str, An
 
 
 def ten_steps(objectives: Any, steps: int = 10) -> dict[str, Any]:
-    """Choose an objective by its first steps; return it and the share of tokens per step that it loses."""
+    """Choose an objective by its first steps; return it and the share of tokens per step that this loses."""
     table = objectives["table"]
     early = {arm: float(np.mean(row["acceptance by step and depth"][:steps])) for arm, row in table.items()}
     chosen = max(early, key=early.__getitem__)

@@ -4,14 +4,14 @@
         [KEY=VALUE ...]
 
 The model answers the held-out prompts of the recipe (adapt.in_domain, adapt.out_of_domain; adapt.eval_prompts
-of each) without drafts. One pass of target and draft over these answers gives, at every context, the target's
-entropy and the exact probability that a first draft is accepted:
+of each) without drafts. One pass of target and draft over these answers yields, at every context, the
+target's entropy and the exact probability that a first draft is accepted:
 
     rejection     sum_v min(p(v), q(v))
     target-only   p(argmax q)
 
-So both rules are compared at the same contexts, and no coin of a verifier adds noise. Slopes are per nat,
-over contexts and over the means of prompts; all errors are clustered by prompt. Writes entropy.json,
+So both rules are compared at the same contexts, and the verifier's sampling adds no noise. Slopes are per
+nat, over contexts and over the means of prompts; all errors are clustered by prompt. Writes entropy.json,
 entropy.svg and entropy.png.
 """
 
@@ -38,7 +38,7 @@ from rlpipe.metrics.statistics import Estimate
 from rlpipe.trainer.megatron import MegatronTrainer
 
 RULES = {"rejection": "rejection", "target_only": "target-only"}  # column of the tables -> name
-BINS = 10  # of equal numbers of contexts
+BINS = 10  # each with the same number of contexts
 PANELS = 4  # next to each other
 LEVEL = 0.95
 Z = 1.96
@@ -68,7 +68,7 @@ def measure(config: Config, trainer: MegatronTrainer) -> dict[str, Contexts]:
             share_prefixes=trainer.shares_prefixes,
         )
 
-        # Depth 1 only: deeper ones are reached only by what was accepted.
+        # Depth 1 only: whether deeper depths are reached depends on what was accepted.
         order = {instance_id: number for number, instance_id in enumerate(domain.instance_ids)}
         tables = [
             (order[t.instance_id], table[1])
@@ -88,7 +88,7 @@ def measure(config: Config, trainer: MegatronTrainer) -> dict[str, Contexts]:
 
 
 def analyse(contexts: Contexts) -> dict[str, Any]:
-    """Compute means, slopes and bins of both rules, and the difference of the rules."""
+    """Compute means, slopes and bins of both rules, and the difference between the rules."""
     result: dict[str, Any] = {
         "contexts": len(contexts.entropy),
         "prompts": len(np.unique(contexts.prompts)),

@@ -2,19 +2,19 @@
 
     python -m recipes.smollm_adapt.linear [--out FILE] [--texts 40] [--held-out 16]
 
-A draft predicts the feature that the head will multiply, as EAGLE's first version does: least squares with a
-ridge, on the model's own answers, so that no optimizer, rate or seed decides. Notation: f_t is the feature
-after token t, e_t the embedding of token t, and depth k predicts f_{t+k}.
+A draft predicts the feature that the head will multiply, as EAGLE's first version does. It is fitted by
+least squares with a ridge on the model's own answers, so that no optimizer, rate or seed matters. Notation:
+f_t is the feature after token t, e_t the embedding of token t, and depth k predicts f_{t+k}.
 
     EAGLE             f_{t+1} from (f_t, e_{t+1}); deeper from its own prediction and the next token
-    unshifted         f_{t+1} from (f_t, e_t); the token that was sampled is not known
+    unshifted         f_{t+1} from (f_t, e_t); the sampled token is not known
     feature only      f_{t+1} from f_t; deeper from its own prediction
     token only        f_{t+1} from e_{t+1}
     parallel heads    f_{t+k} from f_t, one map per depth (Medusa, Gloeckle)
     Hydra heads       f_{t+k} from (f_t, e_{t+1} .. e_{t+k}), one map per depth
     three layers      EAGLE at depth 1 from features after a third, two thirds and all of the layers
 
-Hidden states of the frozen model are computed once and kept. Measured on held-out answers at temperature 1:
+Hidden states of the frozen model are computed once and stored. Measured on held-out answers at temperature 1:
 the exact acceptance sum_v min(p, q) of each depth, and accepted drafts of a window of three, exact in the
 mean over the target's tokens. Tokens that the draft does not know (all but the most frequent) count as
 rejected. The unit of every interval is the held-out text (Student's, 95%, paired).
@@ -48,7 +48,7 @@ SIZES = (5, 10, 20, 40)  # texts to fit on
 
 @dataclass(slots=True)
 class Text:
-    """An answer of T tokens: ids [T], sampled [T] bool, layers [3, T, H] (the last is f), embedded [T, H]."""
+    """An answer of T tokens. ids: [T]. sampled: [T] bool. layers: [3, T, H], f last. embedded: [T, H]."""
 
     ids: Tensor
     sampled: Tensor
@@ -57,7 +57,7 @@ class Text:
 
     @property
     def anchors(self) -> Tensor:
-        """Positions t with t + 1 .. t + DEPTHS + 1 sampled."""
+        """Return the positions t of which tokens t + 1 .. t + DEPTHS + 1 are sampled."""
         after = [self.sampled.roll(-k) for k in range(1, DEPTHS + 2)]
         known = torch.arange(len(self.ids)) < len(self.ids) - DEPTHS - 1
         return (torch.stack(after).all(0) & known).nonzero().flatten()
@@ -85,7 +85,7 @@ def normed(x: Tensor) -> Tensor:
 def fit(inputs: Tensor, outputs: Tensor) -> Tensor:
     """Solve for the least-squares map [inputs, outputs], in float64.
 
-    The ridge is that of RIDGES whose fit to the first three quarters of the rows is best on the rest.
+    The ridge is that of RIDGES whose fit to the first three quarters of the rows is best on the last quarter.
     """
     x, y = inputs.double(), outputs.double()
     cut = 3 * len(x) // 4
@@ -126,7 +126,7 @@ def one_map(
 
 
 def chain(token: int | None, train: Sequence[Text], test: Sequence[Text]) -> list[Tensor]:
-    """Predict depth k from the last prediction and the token at t + k - 1 + token; None for no token."""
+    """Predict depth k from the previous prediction and the token at t + k - 1 + token; None for no token."""
     at = [] if token is None else [("e", token)]
     x = torch.cat([rows(train, *one) for one in [("f", 0), *at]], -1)
     weight, state, found = fit(x, targets(train, 1)), None, []
@@ -155,10 +155,10 @@ def arms(train: Sequence[Text], test: Sequence[Text]) -> dict[str, list[Tensor]]
 
 
 class HeldOut:
-    """The outputs of the target at the anchors of held-out texts, once for all drafts.
+    """The outputs of the target at the anchors of held-out texts, computed once for all drafts.
 
-    p: by depth, [N, D], of the tokens that drafts know. p_x: [N, K] log-probabilities of the realised tokens.
-    index: [N, K] of these among the known ones, D for others.
+    p: by depth, [N, D], of the tokens in the draft's vocabulary. p_x: [N, K] log-probabilities of the
+    realised tokens. index: [N, K] of the realised tokens in the draft's vocabulary, D for all others.
     """
 
     def __init__(self, texts: Sequence[Text], head: Tensor, table: Tensor) -> None:
@@ -191,7 +191,7 @@ class HeldOut:
 
 
 def compare(found: Mapping[str, Mapping[str, Sequence[float]]], against: str) -> dict[str, Any]:
-    """Return means over texts, and paired differences from one of the rows, with intervals."""
+    """Return means over texts, and paired differences from a baseline row, with intervals."""
     table: dict[str, Any] = {}
     for name, row in found.items():
         table[name] = {key: rounded_over_seeds(values) for key, values in row.items()}

@@ -1,21 +1,21 @@
-"""Objectives of a draft from one start on SmolLM2: equal steps, a learning rate for each arm, seeds as unit.
+"""Compares a draft's objectives from one start on SmolLM2: equal steps, a rate per arm, seeds as units.
 
     python -m recipes.smollm_adapt.objectives [--out recipes/smollm_adapt/results] [--arms hard_ce kl ...]
 
-1 start   the layer in closed form, and some steps of soft KL on texts of their own: the start of every arm
-2 sweep   each arm at each learning rate with a seed of its own; the best on held-out answers that are not
-          those of the result
+1 start   the layer in closed form, then some steps of soft KL on separate texts: the start of every arm
+2 sweep   each arm at each learning rate, with a separate seed; the best on held-out answers other than those
+          of the result
 3 cells   each arm at its rate, for each seed: which answers, in which order
 
-Hidden states of the frozen model are computed once, and the draft knows the most frequent tokens only; a last
-column holds the target's mass on all others, so every divergence is that over the full vocabulary up to a
-constant. The losses are `rlpipe.drafts.loss`; that of `e2e_chain` has in the mean the exact gradient of the
-accepted drafts, as `exact_window` has from windows that a draft generates. Measured on held-out answers, in
-and out of domain: the expected accepted drafts of a window of three, exact in the mean over the target's
-tokens, under rejection and target-only, and what Bebop's Fig. 10 and 11 show of a draft. Acceptance over the
-steps is that of texts that the arm has not seen yet (Fig. 4). A finished cell is not repeated. The unit of
-every interval is the seed (Student's, 95%, over differences of arms at equal seeds). Writes objectives.json
-and the picture.
+Hidden states of the frozen model are computed once. The draft's vocabulary has only the most frequent tokens;
+a last column holds the target's mass on all others, so every divergence equals that over the full vocabulary
+up to a constant. The losses are those of `rlpipe.drafts.loss`. The expected gradient of `e2e_chain` is the
+exact gradient of the accepted drafts; so is that of `exact_window`, on windows that a draft generates.
+Measured on held-out answers, in and out of domain, are the expected accepted drafts of a window of three
+under rejection and target-only, exact in expectation over the target's tokens, and the values of Bebop's Fig.
+10 and 11. Acceptance over the steps is measured on texts that the arm has not seen yet (Fig. 4). Finished
+cells are not repeated. The unit of every interval is the seed (Student's, 95%, over differences of arms at
+equal seeds). Writes objectives.json and the picture.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Drafts:
         self._known[table] = torch.arange(len(table))
 
     def rows(self, texts: Sequence[Text]) -> dict[str, Tensor]:
-        """Compute logits [N, K, D + 1], mask and tokens [N, K] of the anchors that draft anything."""
+        """Compute logits [N, K, D + 1], mask and tokens [N, K] of the anchors that draft any token."""
         found: dict[str, list[Tensor]] = {"draft": [], "target": [], "mask": [], "tokens": []}
         ids, sampled, hidden, normaliser = (
             torch.nn.utils.rnn.pad_sequence([getattr(t, name) for t in texts], batch_first=True)
@@ -91,9 +91,9 @@ class Drafts:
 
     @torch.no_grad()
     def measure(self, texts: Sequence[Text]) -> dict[str, float]:
-        """Compute accepted drafts of a window, acceptance by depth, and means over first drafts of the rest.
+        """Compute accepted drafts of a window, acceptance by depth, and other means over first drafts.
 
-        "depth K" is the share of drafts of depth K that rejection accepts, of those that it reaches.
+        "depth K" is the share of the drafts of depth K, among those that rejection reaches, that it accepts.
         """
         sums, windows = [], []
         for start in range(0, len(texts), 4):
@@ -148,7 +148,7 @@ def train(drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: flo
 
 
 class Study:
-    """Texts, the start and finished cells. What all cells share is computed once and kept."""
+    """Texts, the start and finished cells. Shared inputs of the cells are computed once and stored."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM
@@ -198,7 +198,7 @@ class Study:
         return {MTP_PREFIX + name: w.detach().clone() for name, w in drafts.weights.items()}
 
     def start(self) -> dict[str, Any]:
-        """Measure the start on the sets of the result, unless that was done."""
+        """Measure the start on the sets of the result, unless this is done already."""
         return kept(
             self.args.kept / "start.json",
             lambda: {name: self._drafts().measure(self._texts[name]) for name in RESULT},
@@ -208,7 +208,7 @@ class Study:
         return Drafts(self._model, self._table, self._start)
 
     def cell(self, arm: str, lr: float, seed: int) -> dict[str, Any]:
-        """Train and measure an arm, unless that was done: in the sweep on the sweep's texts only."""
+        """Train and measure an arm, unless this is done already; in the sweep, on the sweep's texts only."""
 
         def compute() -> dict[str, Any]:
             drafts, args, started = self._drafts(), self.args, time.process_time()
@@ -225,7 +225,7 @@ class Study:
 
 
 def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> dict[str, Any]:
-    """Compute means over seeds, gains on the start, and paired differences, each with its interval."""
+    """Compute means over seeds, gains over the start, and paired differences, each with its interval."""
     table: dict[str, Any] = {}
     for arm, found in cells.items():
         row: dict[str, Any] = {"seconds": round(sum(c["seconds"] for c in found) / len(found), 1)}
@@ -264,7 +264,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
 
 
 def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Correlate over all trained drafts what Bebop's Fig. 10 shows; drafts of an arm are not independent."""
+    """Correlate the values of Bebop's Fig. 10 over all drafts; those of an arm are not independent."""
     found = {}
     for held_out in RESULT:
         alpha, kl, reverse = (
@@ -277,7 +277,7 @@ def correlations(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Draw the gain of each arm on the start, with its interval, in and out of domain."""
+    """Draw the gain of each arm over the start, with its interval, in and out of domain."""
     table = results["table"]
     arms = sorted(table, key=lambda a: table[a]["in domain, rejection"]["gain"][0])
     gains = {
@@ -288,7 +288,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
 
 
 def draw_gains(arms: list[str], gains: Mapping[str, list[list[float]]], title: str, file: Path) -> None:
-    """Draw two gains of each arm, one above the other: by label, a mean with the ends of its interval."""
+    """Draw two gains of each arm, one above the other: by label, a mean and its interval."""
     from matplotlib.figure import Figure
 
     from rlpipe.report.png import PALETTE, TEXT

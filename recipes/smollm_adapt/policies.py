@@ -1,9 +1,9 @@
-"""Policies along RL runs of SmolLM2, with answers of their own, for the studies of drafts during RL.
+"""Policies along RL runs of SmolLM2, with their answers, for the studies of drafts during RL.
 
-A run of `recipes.smollm_rl.seeds` keeps its last checkpoint only. The policies between are therefore points
+A run of `recipes.smollm_rl.seeds` keeps only its last checkpoint. The policies between are therefore points
 on the straight line from the weights before RL to those after it: part 0 is the released model, part 1 the
-end of the run. What drafts need of a policy is computed once and kept in a file: its head, answers to prompts
-of training, each prompt answered by a group, and answers to held-out prompts.
+end of the run. The studies' inputs from a policy are computed once and stored in a file: its head, its
+answers to training prompts (a group for each prompt), and its answers to held-out prompts.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from rlpipe.convert.samples import sample_model
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.chat import ChatFormat
 
-PROMPTS, GROUP = 2, 4  # of each task in training, and answers to each of them
+PROMPTS, GROUP = 2, 4  # training prompts of each task, and answers to each prompt
 HELD_OUT = 5  # prompts of each task, once for the results and once for the choice of rates
-TURN = 64  # tokens of an answer at most, those of `sample_model`
+TURN = 64  # maximum tokens of an answer, as in `sample_model`
 Prompt = tuple[Task, str, Data]
 
 
 @dataclass(slots=True)
 class Policy:
-    """A policy as drafts see it.
+    """The parts of a policy that drafts need.
 
-    head: [V, H] bfloat16, the embedding too. training, held_out, sweep: answers. rewards, prompts: of each
-    answer in training its score and the number of its prompt.
+    head: [V, H] bfloat16, also the embedding. training, held_out, sweep: answers. rewards, prompts: the score
+    of each training answer and the number of its prompt.
     """
 
     head: Tensor
@@ -55,7 +55,7 @@ class Policy:
 
 
 def write_between(before: Path, after: Path, part: float, out: Path) -> None:
-    """Write the checkpoint at a part of the way from one to another; float32 arithmetic."""
+    """Write the checkpoint at a part of the way from one checkpoint to another; computes in float32."""
     for file in after.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, out)
@@ -78,7 +78,7 @@ def load_model(path: Path) -> Any:
 def answer(path: Path, prompts: Sequence[Prompt], seed: int) -> list[dict[str, Any]]:
     """Sample an answer of a checkpoint to each prompt.
 
-    Returns those that are long enough to draft for: sample, reward, and the number of the prompt.
+    Returns the answers that are long enough to draft for: sample, reward, and the number of the prompt.
     """
     chat = ChatFormat.from_pretrained(path)
     texts = [text for _, text, _ in prompts]
@@ -92,7 +92,7 @@ def answer(path: Path, prompts: Sequence[Prompt], seed: int) -> list[dict[str, A
 
 
 def prompts_of(tasks: Mapping[str, Task], count: int, *, held_out: bool, seed: int) -> list[Prompt]:
-    """Return `count` prompts of each task, each with its task and the data of its score."""
+    """Return `count` prompts of each task, each with its task and the data that its score needs."""
     return [
         (task, text, data)
         for task in tasks.values()
@@ -101,7 +101,7 @@ def prompts_of(tasks: Mapping[str, Task], count: int, *, held_out: bool, seed: i
 
 
 def make_policy(path: Path, number: int) -> Policy:
-    """Let a checkpoint answer, and read its answers; number: which prompts of training."""
+    """Sample answers of a checkpoint, and its hidden states on them. number: of the training prompts."""
     training = prompts_of(TASKS, PROMPTS, held_out=False, seed=number) * GROUP
     held_out, sweep = (prompts_of(TASKS, HELD_OUT, held_out=True, seed=seed) for seed in (0, 1))
     answers = answer(path, [*training, *held_out, *sweep], seed=0)
@@ -123,7 +123,7 @@ def make_policy(path: Path, number: int) -> Policy:
 
 
 class Policies:
-    """Policies of RL runs, made if they are not stored yet, and the draft that they start with.
+    """Policies of RL runs, computed unless stored, and the draft that they start with.
 
     runs: directories of finished runs. folder: of the stored files.
     """
@@ -154,7 +154,7 @@ class Policies:
         return Policy(head, sets[0], rewards, prompts, sets[1], sets[2])
 
     def checkpoint(self, run: int, part: float, out: Path) -> Path:
-        """Write the checkpoint of a policy into a folder and return it; that of part 0 is there already."""
+        """Write the checkpoint of a policy into a folder and return it; that of part 0 exists already."""
         if part == 0:
             return self.before
         after = sorted((self.runs[run] / "checkpoints").glob("step_*/hf"))[-1]
@@ -162,7 +162,7 @@ class Policies:
         return out
 
     def reread(self, run: int, part: float) -> list[Text]:
-        """Return the training answers of a policy as the run's last policy reads them: its hidden states."""
+        """Return the training answers of a policy with the hidden states of the run's last policy."""
         file = self._folder / f"{self.runs[run].name}_reads_{part:.2f}.pt"
         if not file.is_file():
             with TemporaryDirectory() as temporary:
@@ -172,7 +172,7 @@ class Policies:
         return [Text(*one) for one in torch.load(file)]
 
     def enter(self, policy: Policy) -> None:
-        """Give the model the policy's head and embedding, in place: drafts that exist share them."""
+        """Give the model the policy's head and embedding, in place, because existing drafts share them."""
         with torch.no_grad():
             self.model.get_input_embeddings().weight.copy_(policy.head)
             self.model.get_output_embeddings().weight.copy_(policy.head)

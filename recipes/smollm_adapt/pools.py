@@ -1,21 +1,23 @@
-"""Which answers should a draft be trained on after RL: all, rewarded, undecided prompts, or old ones?
+"""Which answers should a draft be trained on after RL: all, rewarded, of undecided prompts, or old ones?
 
     python -m recipes.smollm_adapt.replay
     python -m recipes.smollm_adapt.pools [--runs runs/smollm_rl] [--out recipes/smollm_adapt/results]
 
 The draft is the shipped layer, trained for the model before RL; the target is the policy at the end of a run
-of smollm_rl. Every arm takes equal steps on equally many answers, which differ in where they come from:
+of smollm_rl. Every arm takes the same number of steps on the same number of answers; only the origin of the
+answers differs:
 
     all            answers of the target itself
-    rewarded       of these, the ones with a reward
-    undecided      of these, the ones to prompts whose answers have different rewards
+    rewarded       those of them with a reward
+    undecided      those of them whose prompt has answers with different rewards
     20, 40         answers of the policies that many updates before (half of the way back, and all of it;
                    `policies`), with the target's distribution as teacher
 
-The objective is end-to-end TV, for the first and the last pool also hard CE, whose teacher is the text. Rates
-are those that `replay` chose. Measured on the target's answers to held-out prompts, as in `replay`. The last
-column compares with `replay`'s draft that was trained along the way, in as many steps of the same size. The
-unit of every interval is the RL run (Student's, 95%, paired). Writes pools.json and the picture.
+The objective is end-to-end TV, and for the first and the last pool also hard CE, whose teacher is the text.
+Learning rates are those that `replay` chose. Measured on the target's answers to held-out prompts, as in
+`replay`. The last column compares with `replay`'s draft, which was trained along the way in as many steps of
+the same size. The unit of every interval is the RL run (Student's, 95%, paired). Writes pools.json and the
+picture.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ ARMS: dict[str, tuple[str, str]] = {  # objective and pool
     "hard CE, all": ("hard_ce", "all"),
     "hard CE, 40 updates old": ("hard_ce", "40"),
 }
-AGES = {"20": 0.5, "40": 0.0}  # updates of the policy since, and the policy's part of the way
+AGES = {"20": 0.5, "40": 0.0}  # age in updates -> position of the policy along the run
 ONLINE = {"e2e_tv": "online e2e TV", "hard_ce": "online hard CE"}  # arms of `replay`
 
 
@@ -84,7 +86,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], online: dict[str, list[float
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Draw each arm's gain on the frozen draft, with its interval."""
+    """Draw each arm's gain over the frozen draft, with its interval."""
     table = results["table"]
     arms = [arm for arm in reversed(table) if arm != "frozen"]
     gains = {

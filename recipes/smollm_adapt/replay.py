@@ -1,21 +1,21 @@
-"""A draft along RL runs of SmolLM2: frozen, or trained as the policy changes (Bebop Fig. 2, 9a and 11).
+"""A draft along RL runs of SmolLM2, frozen or trained as the policy changes (Bebop Fig. 2, 9a and 11).
 
     python -m recipes.smollm_rl.seeds --runs runs/smollm_rl
     python -m recipes.smollm_adapt.replay [--runs runs/smollm_rl] [--out recipes/smollm_adapt/results]
 
 Each run of smollm_rl gives three policies: before RL, after it, and half way on the straight line between
-their weights (`policies`); entropy falls along it. The draft is the shipped layer, which was trained by
-total variation for the first of them. It stays as it is, or takes a few steps of an objective on each
+their weights (`policies`). Entropy falls along this line. The draft is the shipped layer, which was trained
+by total variation for the first policy. It stays frozen, or it takes a few steps of an objective on each
 policy's own answers in turn, with one optimizer, while head and embedding follow the policy, as with
 `draft.train=online`. Drafts never enter the policy's gradient, so all arms see the same policies and the same
 held-out answers.
 
-Measured at every policy, on answers of its own to held-out prompts: accepted drafts of a window of three
-under rejection and target-only, exact in the mean over the target's tokens, and what Fig. 11 shows. The split
-says how much of the frozen draft's change the fall of entropy explains: the slope over contexts within texts
-before RL, times the change of entropy; the remainder is mismatch (Bebop Eq. 16).
+Measured at every policy, on its own answers to held-out prompts: accepted drafts of a window of three under
+rejection and target-only, exact in expectation over the target's tokens, and the values of Bebop's Fig. 11.
+The split attributes a part of the frozen draft's change to the fall of entropy: the slope over contexts
+within texts before RL, times the change of entropy. The remainder is mismatch (Bebop Eq. 16).
 
-An arm's learning rate is the best for the first run, on held-out answers that are not those of the result;
+An arm's learning rate is the best for the first run, on held-out answers other than those of the result;
 hard CE is also trained at the rate of end-to-end TV.
 The unit of every interval is the RL run (Student's, 95%, paired). A finished cell is not repeated. Writes
 replay.json and the picture.
@@ -46,7 +46,7 @@ ARMS = {
     "online hard CE, rate of e2e TV": "hard_ce",
     "online soft CE": "kl",
 }
-RATE_OF = {"online hard CE, rate of e2e TV": "online e2e TV"}  # others choose their own
+RATE_OF = {"online hard CE, rate of e2e TV": "online e2e TV"}  # the other arms choose their own rate
 BASELINES = ("frozen", "online e2e TV")
 SWEEP_SEED = 1000
 
@@ -54,7 +54,7 @@ SWEEP_SEED = 1000
 def walk(
     policies: Policies, line: Sequence[Policy], kind: str | None, *, lr: float, seed: int, args: Any
 ) -> list[dict[str, float]]:
-    """Take a draft along policies; return what is measured at each, before any training at the first.
+    """Train a draft along policies; return the measurements at each, the first before any training.
 
     kind: objective; None leaves the draft as it is. Rates are chosen on the sweep's answers, with SWEEP_SEED.
     """
@@ -99,7 +99,7 @@ def split(policies: Policies, line: Sequence[Policy]) -> dict[str, dict[str, flo
 
 
 def summary(cells: dict[str, list[list[dict[str, float]]]]) -> dict[str, Any]:
-    """Compute of each arm and figure the course, the end, the change, and paired differences at the end."""
+    """Compute for each arm and figure the course, the end, the change, and paired differences at the end."""
     table: dict[str, Any] = {}
     for arm, runs in cells.items():
         table[arm] = {}

@@ -3,14 +3,14 @@
     python -m recipes.smollm_adapt.rules [--out recipes/smollm_adapt/rules] [--texts 90] [--others 60]
 
 The shipped MTP layer of SmolLM2 reads answers of the model at temperature 1. At every anchor of three drafted
-tokens the exact probabilities are computed, no coin is thrown:
+tokens the exact probabilities are computed, so there is no sampling noise:
 
     first draft   rejection sum_v min(p, q), target-only p(argmax q), greedy 1[argmax p = argmax q]
-    window of 3   expected accepted drafts under rejection, block and target-only, exact in the mean over the
-                  target's tokens (`recipes.theory`)
+    window of 3   expected accepted drafts under rejection, block and target-only, exact in expectation over
+                  the target's tokens (`recipes.theory`)
 
-Slopes per nat: over all contexts, within prompts, between the means of prompts, and by intervention: the
-first draft at the same contexts, with target and draft at other temperatures. At temperature 0 every
+Slopes per nat are taken over all contexts, within prompts, between the means of prompts, and by intervention
+(the first draft at the same contexts, with target and draft at other temperatures). At temperature 0 every
 lossless rule is greedy. Intervals are 95%, by resampling prompts. Bounds of Proposition 1 and the structure
 of the mismatch |q - p| (Propositions 2, 4) are measured at the same contexts. Writes results.json, rules.svg
 and rules.png.
@@ -48,7 +48,7 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) -> dict[str, np.ndarray]:
     """Compute entropies and acceptance at the anchors of a text that draft three tokens, [n] each.
 
-    "RULE, reach" is [n, 3]: entry j is in the mean the chance that j drafts or more are accepted.
+    "RULE, reach" is [n, 3]: the expectation of entry j is Pr(at least j drafts accepted).
     """
     mask = depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1)
     anchors = mask.nonzero().flatten()
@@ -63,7 +63,7 @@ def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) 
         log_p = F.linear(text.hidden[at], head[table]).float() - text.normaliser[at, None]
         best = log_q.argmax(-1)
 
-        # A token that the draft does not know has q = 0.
+        # A token outside the draft's vocabulary has q = 0.
         index = known[token]
         drafted = log_q.gather(-1, index.clamp(min=0)[:, None])[:, 0]
         q_x.append(torch.where(index >= 0, drafted, -torch.inf))
@@ -102,7 +102,7 @@ def first_drafts(
 ) -> dict[str, np.ndarray]:
     """Compute entropy and acceptance of first drafts at the anchors of `contexts`, [n] each.
 
-    The text is that of temperature 1; target and draft have another one at each of its contexts.
+    The contexts are those of temperature 1; at each of them, target and draft use another temperature.
     """
     mask = depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1)
     anchors = mask.nonzero().flatten()
@@ -138,7 +138,7 @@ def slopes(x: list[np.ndarray], y: list[np.ndarray], weights: np.ndarray) -> dic
 
 
 def resampled(count: int) -> np.ndarray:
-    """Return how often each of `count` prompts is taken: [1 + DRAWS, count], first each of them once."""
+    """Return how often each resample takes each prompt, [1 + DRAWS, count]; the first takes each once."""
     draws = np.random.default_rng(SEED).multinomial(count, np.full(count, 1 / count), DRAWS)
     return np.concatenate([np.ones((1, count)), draws])
 
@@ -146,7 +146,7 @@ def resampled(count: int) -> np.ndarray:
 def intervene(prompts: list[dict[float, dict[str, np.ndarray]]]) -> dict[str, Any]:
     """Compute means by temperature, and slopes along temperatures within contexts.
 
-    prompts: of each the columns of `first_drafts` by temperature.
+    prompts: for each prompt, the columns of `first_drafts` by temperature.
     """
     weights = resampled(len(prompts))
     sizes = weights @ np.array([len(one[1.0]["entropy"]) for one in prompts])
@@ -167,7 +167,7 @@ def intervene(prompts: list[dict[float, dict[str, np.ndarray]]]) -> dict[str, An
 
 
 def estimate(values: np.ndarray) -> list[float]:
-    """Return the first value, of all prompts once, and the 95% interval of the others."""
+    """Return the first value (all prompts once) and the 95% interval of the other values."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
     return [round(float(v), 4) for v in (values[0], low, high)]
 

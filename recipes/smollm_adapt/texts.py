@@ -1,8 +1,8 @@
-"""Answers of SmolLM2 with what the frozen model computes for them once, for the studies next to this file.
+"""Answers of SmolLM2, with the frozen model's outputs on them, for the studies next to this file.
 
-In domain are the answers that ship with the model's MTP layer, every 25th of which that layer was not trained
-on. Out of domain are answers sampled here to prompts of kinds that are never trained on (maths, code,
-translation, HTML).
+In-domain answers are those shipped with the model's MTP layer; every 25th of them was held out from the
+layer's training. Out-of-domain answers are sampled here, to prompts of kinds that are never trained on
+(maths, code, translation, HTML).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlpipe.convert.closed_form import Sample
 from rlpipe.convert.samples import read_samples, sample_model
 
 OUT_OF_DOMAIN = ("maths", "code", "translation", "html")
-LONGEST = 192  # tokens of a sequence; what follows is cut off
+LONGEST = 192  # tokens of a sequence; longer ones are cut off
 
 
 @dataclass(slots=True)
 class Text:
     """A sequence of T tokens at temperature 1.
 
-    ids, sampled: [T]. hidden: [T, H] bfloat16, what the head multiplies. normaliser, entropy, top: of the
+    ids, sampled: [T]. hidden: [T, H] bfloat16, the input of the head. normaliser, entropy, top: of the
     target's logits at each position, [T]: log-sum-exp, nats, most likely token.
     """
 
@@ -44,13 +44,13 @@ class Text:
 
 
 def shipped_answers(vocabulary: int) -> tuple[list[Sample], list[Sample]]:
-    """Return the shipped answers: those that the shipped layer was trained on, and the held-out ones."""
+    """Return the shipped answers: the shipped layer's training answers, and the held-out ones."""
     samples = [s for s in read_samples(shipped(ROLLOUTS), vocabulary) if s.sampled.sum() > 8]
     return [s for i, s in enumerate(samples) if i % HELD_OUT_EVERY], samples[::HELD_OUT_EVERY]
 
 
 def other_answers(model: Path, count: int, seed: int = 7) -> list[Sample]:
-    """Sample answers to held-out prompts of other kinds, about `count` of them in turn."""
+    """Sample answers to held-out prompts of other kinds, about `count` in all, of each kind in turn."""
     rng = random.Random(seed)
     kinds = [UNSCORED[OUT_OF_DOMAIN[i % len(OUT_OF_DOMAIN)]] for i in range(count)]
     prompts = [str(kind.draw(rng, True)["prompt"]) for kind in kinds]

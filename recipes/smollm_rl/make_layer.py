@@ -1,20 +1,20 @@
-"""Makes the MTP layer that is shipped for SmolLM2, from the model's own answers shipped next to it.
+"""Makes the MTP layer that is shipped for SmolLM2, from answers of the model that are shipped with it.
 
     rlpipe fetch smollm2
     python -m recipes.smollm_rl.make_layer OUT [--steps 600]
 
-OUT gets `mtp_layer.safetensors` and `draft_vocab.json`. The layer starts in closed form
+OUT receives `mtp_layer.safetensors` and `draft_vocab.json`. The layer starts in closed form
 (`rlpipe.convert.closed_form`) and then minimises the total variation between target and draft,
 
     1 - sum_v min(p_v, q_v)
 
-the probability that rejection sampling rejects a token, summed over three depths. `mtp_adapt` trains any
-model's layer with the same loss; two things make this faster where the backbone never changes and the draft
-knows few tokens. Hidden states are computed once. Only the table's rows of the head are multiplied, as
-p = exp(logit - logsumexp) needs nothing else of the target once its logsumexp is known. The shipped files
-came from these answers and this loss in two parts: 62 steps at a rate of 2e-3, then 547 at 3e-3.
+summed over three depths: the probability that rejection sampling rejects a token. `mtp_adapt` trains the
+layer of any model with the same loss. Two things are faster here, because the backbone never changes and the
+draft's vocabulary is small. Hidden states are computed once. Of the head, only the rows of the draft's
+vocabulary are multiplied, as p = exp(logit - logsumexp) also needs only the target's logsumexp. The shipped
+files came from these answers and this loss in two runs: 62 steps at a rate of 2e-3, then 547 at 3e-3.
 
-Matrices are stepped by Muon (orthogonalised momentum), vectors by AdamW.
+Matrices are updated by Muon (orthogonalised momentum), vectors by AdamW.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SORTED = 600  # sequences that are sorted by length together, so that batches n
 
 @dataclass(slots=True)
 class Cached:
-    """A sequence with what the frozen model computes for it, once.
+    """A sequence with the outputs of the frozen model, computed once.
 
     ids, sampled: [T]. hidden: final-norm output, [T, H] in bfloat16. normaliser: logsumexp of logits, [T].
     """
@@ -70,14 +70,14 @@ class Cached:
 def compute_states(
     model: Any, samples: Sequence[Sample], fitted: set[int]
 ) -> tuple[list[Cached], list[States]]:
-    """Run the backbone over all sequences; return what training needs, and the states of the fitted ones."""
+    """Run the backbone over all sequences; return the inputs of training, and the states to fit."""
     head = model.get_output_embeddings().weight
     cached: list[Cached | None] = [None] * len(samples)
     states = []
     order = sorted(range(len(samples)), key=lambda index: len(samples[index].ids))
 
     while order:
-        # Right padding changes nothing before it, as attention is causal.
+        # Right padding does not affect the tokens before it, as attention is causal.
         longest = len(samples[order[min(len(order), 64) - 1]].ids)
         batch, order = order[: max(1, _PASS_TOKENS // longest)], order[max(1, _PASS_TOKENS // longest) :]
         padded = torch.nn.utils.rnn.pad_sequence([samples[index].ids for index in batch], batch_first=True)
@@ -106,7 +106,7 @@ def choose_table(samples: Sequence[Sample], size: int, vocabulary: int) -> Tenso
 
 
 class TotalVariation(torch.autograd.Function):
-    """Acceptance of drafts, sum_v min(p_v, q_v), with the gradient that total variation has.
+    """Acceptance of drafts, sum_v min(p_v, q_v), with the gradient of total variation.
 
     d acceptance / d logit_v = q_v (1[q_v < p_v] - sum_u q_u 1[q_u < p_u])
     """
@@ -158,7 +158,7 @@ class Layer:
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
     def _attend(self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Attend to the keys of depth 1 up to each anchor, and to those of deeper depths at the anchor."""
+        """Attend to the keys of depth 1 up to each anchor, and to the keys of deeper depths at the anchor."""
         batch, length, _ = x.shape
         positions = torch.arange(length) + depth - 1
         query, key, value = (
@@ -182,7 +182,7 @@ class Layer:
         return self._product(output.reshape(batch, length, -1), "self_attn.o_proj").float()
 
     def unroll(self, hidden: Tensor, ids: Tensor) -> list[Tensor]:
-        """Return the states of each depth, [B, S, H]; those of anchors near the end of a row mean nothing."""
+        """Return the states of each depth, [B, S, H]; those of anchors near a row's end are meaningless."""
         state, keys, values, states = hidden, [], [], []
         for depth in range(1, DEPTHS + 1):
             embedded = self._norm(self._embedding[ids.roll(-depth, 1)], "token_layernorm")
@@ -203,7 +203,7 @@ def depth_acceptances(layer: Layer, batch: Sequence[Cached], rows: Tensor) -> li
     """Return the acceptance of each depth at the anchors whose drafted token the model sampled.
 
     Args:
-        layer: to draft with.
+        layer: the draft.
         batch: sequences.
         rows: [D, H], the table's rows of the head.
     """
@@ -242,7 +242,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """Return the nearest orthogonal matrix, nearly, by five steps of a quintic Newton-Schulz iteration."""
+    """Approximate the nearest orthogonal matrix by five steps of a quintic Newton-Schulz iteration."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).bfloat16()
     x = x / (x.norm() + 1e-7)
@@ -268,7 +268,7 @@ def batches(lengths: Sequence[int], rng: np.random.Generator) -> list[list[int]]
 
 
 def train(layer: Layer, data: Sequence[Cached], rows: Tensor, steps: int) -> None:
-    """Train the layer, and print the acceptance on held-out sequences now and then."""
+    """Train the layer, and print the acceptance on held-out sequences at intervals."""
     held_out, training = data[::HELD_OUT_EVERY], [d for i, d in enumerate(data) if i % HELD_OUT_EVERY]
     weights = list(layer.weights.values())
     optimizers = [

@@ -1,4 +1,4 @@
-"""Prompts without a score, for adapting a draft: general chat to train on, other domains to measure it in.
+"""Prompts without a score, for adapting a draft: general chat for training, other domains for measurement.
 
 Each is a `Task` whose score is 0 for every answer; training and held-out prompts share no subject.
 """
@@ -73,7 +73,7 @@ def _no_score(data: Data, answer: str) -> float:
 
 
 def _draw_from(templates: Sequence[str], subjects: Sequence[str]) -> Draw:
-    """Return a draw of a template with a subject; every fourth subject is held out."""
+    """Return a sampler of a template with a subject; every fourth subject is held out."""
     by_side = sides(subjects)
 
     def draw(rng: random.Random, held_out: bool) -> Data:

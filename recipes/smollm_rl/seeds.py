@@ -1,7 +1,7 @@
-"""What the recipe reaches over several seeds: held-out reward of each task, and minutes by part.
+"""Held-out reward of each task over several seeds of the recipe, and minutes by part.
 
 Runs the seeds that are missing under `--runs`, one after the other, then writes `--out`. A finished run
-is not repeated. Intervals are 95%: of a seed Wilson's over its held-out prompts, over seeds Student's.
+is not repeated. Intervals are 95%: Wilson's over the held-out prompts of a seed, Student's over seeds.
 
     python -m recipes.smollm_rl.seeds [--runs runs/smollm_rl] [--seeds 0 1 2] [--out FILE] [key=value ...]
 """

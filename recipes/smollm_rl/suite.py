@@ -1,7 +1,7 @@
-"""The tasks as an environment of rlpipe: one turn, and a held-out set for each of them.
+"""Makes the tasks an environment of rlpipe: one turn per episode, and a held-out set for each task.
 
-`env.options`: tasks (to train on and to measure), only_held_out (to measure only), both names in `TASKS` or
-`UNSCORED`; train and held_out (prompts of each task).
+`env.options`: tasks (to train on and to measure) and only_held_out (to measure only), both lists of names in
+`TASKS` or `UNSCORED`; train and held_out (numbers of prompts of each task).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Attempt:
         return StepResult(done=True, reward=0.0, info={"submitted": False})
 
     def close(self) -> None:
-        """Free nothing."""
+        """Do nothing: there is nothing to free."""
 
 
 class Suite(SplitTable):
     """Ids are `task.train.number` and `task.held_out.number`.
 
-    Raises ValueError for a task that does not exist, or for more prompts than one has.
+    Raises ValueError for a task that does not exist, or for more prompts than a task has.
     """
 
     max_turns = 1
@@ -60,7 +60,7 @@ class Suite(SplitTable):
         held_out_ids = {task: self._add(task, held_out, held_out=True) for task in (*tasks, *only_held_out)}
         train_ids = [self._add(task, train, held_out=False) for task in tasks]
 
-        # The tasks take turns, so that the first prompts are of all of them.
+        # The tasks take turns, so that the first prompts cover all of them.
         super().__init__(
             {TRAIN: [name for turn in zip(*train_ids, strict=True) for name in turn]} | held_out_ids
         )

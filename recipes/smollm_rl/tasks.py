@@ -5,7 +5,7 @@
     keywords  one short sentence with two prescribed words
     largest   the largest of three numbers (a guess among the three is right in a third of the cases)
 
-A task draws a prompt with the data that its score needs, and scores an answer:
+A task samples a prompt with the data that its score needs, and scores an answer:
 
     >>> task = TASKS["largest"]
     >>> prompt, data = task.make(random.Random(0))
@@ -15,10 +15,10 @@ A task draws a prompt with the data that its score needs, and scores an answer:
     (1.0, 0.0)
 
 Training and held-out prompts never share a text: a topic, a word or a set of three numbers belongs to one of
-the two (`sides`).
+the two sides (`sides`).
 
 Every sentence must also pass `is_sentence`, so that repetitions, copies of the prompt and strings of letters
-earn nothing. What is not rewarded is truth or sense: "Honey bees eat the moon at night." passes.
+earn nothing. Truth and sense are not rewarded: "Honey bees eat the moon at night." passes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WORDS = _split(
     "ribbon;saddle;shadow;sailor;ticket;wagon;wallet"
 )
 REQUESTS = ("What is", "Tell me about", "Explain", "Describe", "Define", "Say something about")
-# A sentence of four words or more has one of them.
+# A sentence of four words or more contains one of these.
 FUNCTION_WORDS = frozenset(
     _split(
         "a;an;the;this;that;these;those;is;are;was;were;be;been;am;has;have;had;do;does;did;can;could;"
@@ -129,7 +129,7 @@ class Task:
 
 
 def sides(names: Sequence[str]) -> dict[bool, list[str]]:
-    """Return the names of training prompts (False), and those of held-out ones (True).
+    """Split names into those of training prompts (False) and of held-out prompts (True).
 
     >>> sides(["a", "b", "c", "d", "e"])
     {False: ['a', 'b', 'c', 'e'], True: ['d']}
@@ -189,8 +189,9 @@ def words_of(text: str) -> list[str]:
 def is_sentence(answer: str, prompt: str) -> bool:
     """Return whether an answer is one line of running text that the model wrote itself.
 
-    That is: four words or more, one of them a function word; long ones have a vowel; none twice in a row;
-    three of four distinct, and no long one repeated; three are not in the prompt; a full stop at the end.
+    That is: it has four words or more, one of them a function word; long words have a vowel; no word occurs
+    twice in a row; three of four words are distinct, and no long word is repeated; at least three words are
+    not in the prompt; it ends with a full stop, "!" or "?".
 
     >>> is_sentence("Winter is the coldest season of the year.", "What is winter?")
     True
@@ -246,7 +247,7 @@ def _score_keywords(data: Data, answer: str) -> float:
 def _score_largest(data: Data, answer: str) -> float:
     numbers = [int(digits.replace(",", "")) for digits in re.findall(r"\d[\d,]*", answer)]
 
-    # Whoever repeats all three has not chosen.
+    # An answer that repeats all three numbers has not chosen.
     return float(bool(numbers) and numbers[-1] == data["largest"] and len(set(numbers)) < 3)
 
 

@@ -1,8 +1,8 @@
-"""Grades each instance of a file by its own patch, and by none: can this machine tell right from wrong?
+"""Grades each instance of a file with its own patch and without any: does this machine grade correctly?
 
     python recipes/swe_bench/gold.py FILE [--jobs N] [env.KEY=VALUE ...]
 
-Settings are those of a run of env=swe. Names what does not grade as it should, and ends with status 1 then.
+Settings are those of a run of env=swe. Names the instances that are graded wrongly, and exits with 1 then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlpipe.envs.swe.suite import SweSuite
 
 
 def solved(suite: SweSuite, instance: Instance, patch: str) -> bool:
-    """Whether an attempt that applies a patch resolves an instance. Raises InfrastructureError."""
+    """Return whether an attempt that applies a patch resolves an instance. Raises InfrastructureError."""
     workspace = suite.workspace(instance.instance_id)
     try:
         if patch and workspace.run("git apply -", stdin=patch.encode()).exit_code:
@@ -31,7 +31,7 @@ def solved(suite: SweSuite, instance: Instance, patch: str) -> bool:
 
 
 def where(config: EnvConfig) -> str:
-    """Name what the instances were graded in."""
+    """Name the sandboxes in which the instances were graded."""
     checkouts = config.sandbox.backend is SandboxBackend.BUBBLEWRAP and config.repos
     return f"{config.sandbox.backend}{', checkouts of env.repos' if checkouts else ''}"
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
 
     config = compose(["+recipe=swe_rl", f"env.train_file={args.file}", *args.overrides]).env
-    # Only the file is graded: the held-out instances of the recipe cannot be in a container.
+    # Only the file's instances are graded: the recipe's held-out instances cannot run in a container.
     config.held_out_files = []
     check_environment(config)
     suite = SweSuite(config)

@@ -1,10 +1,10 @@
-"""Twenty small instances in SWE-bench's exact format, and git repositories to check them out of.
+"""Makes twenty small instances in SWE-bench's exact format, and the git repositories they belong to.
 
     python recipes/swe_bench/make_mirror.py OUT [--parquet]
 
-Writes OUT/repos/OWNER/NAME.git and OUT/verified.jsonl (with --parquet: verified.parquet), whose columns are
-those of SWE-bench Verified. The bugs and repairs are those of the shipped instances; four repositories hold
-five commits each, and name their tests as pytest does, as bare functions (sympy) or as unittest (django).
+Writes OUT/repos/OWNER/NAME.git and OUT/verified.jsonl (with --parquet: verified.parquet), with the columns of
+SWE-bench Verified. The bugs and repairs are those of the shipped instances. Each of four repositories holds
+five commits; tests are named as by pytest, bare functions (sympy) or unittest (django).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPOS = ("tiny/classes", "tiny/functions", "sympy/sympy", "django/django")
 EACH = 5
 _DATE = "2024-01-01T00:00:00Z"
 _METHOD = re.compile(r"^    def (test_\w+)\(self\):$", re.MULTILINE)
-# Django's runner takes labels of modules below tests/, and says which test it runs as unittest does.
+# Django's runner takes labels of modules below tests/, and reports each test that it runs in unittest's form.
 _RUNTESTS = """\
 import argparse
 import sys
@@ -61,7 +61,7 @@ _WHO = {"NAME": "mirror", "EMAIL": "mirror@localhost", "DATE": _DATE}
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Have exactly these files in a work tree."""
+    """Make a work tree contain exactly these files."""
     for path in folder.iterdir():
         if path.name != ".git":
             shutil.rmtree(path) if path.is_dir() else path.unlink()

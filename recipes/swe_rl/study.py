@@ -1,8 +1,8 @@
 """Measures the claim of this recipe: rejection against none, three seeds, all else equal.
 
 Runs what is missing under `--runs`, then writes `--out` (and `curves.svg` where matplotlib is installed), by
-default here; `--out` in another folder leaves the curves that are here. A finished run is not repeated, an
-interrupted one is resumed.
+default next to this file. With `--out` in another folder, `curves.svg` here stays as it is. Finished runs are
+not repeated; interrupted runs are resumed.
 
     python recipes/swe_rl/study.py [--runs DIR] [--seeds 0 1 2] [--modes rejection none] [--out JSON]
 """
@@ -24,7 +24,7 @@ SETS = {"held_instances": "new instances", "held_families": "new families"}
 
 
 def curve(directory: Path) -> dict[str, object]:
-    """Validation and training figures of a run by step, and its before and after."""
+    """Validation and training figures of a run by step, and both ends of the run."""
     lines, steps = records(directory)
     outcome: dict[str, object] = {
         "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
@@ -37,7 +37,7 @@ def curve(directory: Path) -> dict[str, object]:
             )
         ),
     }
-    for name in ("routes/flipped", "training/rollout_probs_diff_mean"):  # of a mixture of experts
+    for name in ("routes/flipped", "training/rollout_probs_diff_mean"):  # of an MoE
         if "routes/flipped" in steps[-1]:
             outcome[name] = [r.get(name) for r in steps]
     for split in SETS:

@@ -1,9 +1,8 @@
 """Every single-token mutant of a small function, by kind of bug.
 
-Owns the enumeration, on text alone: the generator plants one of these mutants as the bug and demands
-tests that kill all of them; demonstrators draw wrong edits from the same list. Besides replaced tokens
-it lists four slips of another form: a missing return, an inverted condition, swapped operands, a slice
-of the wrong side.
+Owns the enumeration, from the text only. The generator plants one of these mutants as the bug and demands
+tests that kill all of them; demonstrators sample wrong edits from the same list. Besides replaced tokens it
+lists four other slips: a missing return, an inverted condition, swapped operands, a slice of the wrong side.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from recipes.tiny_model.families import (
 
 
 class BugKind(StrEnum):
-    """What went wrong in the one faulty line."""
+    """The kind of mistake in the faulty line."""
 
     OPERATOR = "operator"  # + - *
     COMPARISON = "comparison"  # > < >= <= == !=
@@ -88,7 +87,7 @@ def mutants(lines: list[str]) -> list[Mutant]:
 
 
 def plantable(mutant: Mutant) -> bool:
-    """Whether the mutant surely ends: appending to the list that is looped over does not."""
+    """Return whether the mutant surely ends; appending to the list of the loop does not."""
     receiver = re.search(r"(\w+)\.append\(", mutant.text)
     return receiver is None or receiver[1] == "out"
 

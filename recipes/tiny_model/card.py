@@ -1,6 +1,6 @@
 """The model card of the tiny model.
 
-Owns the text; measures nothing: scores come from the real engine and environment.
+Owns the text and measures nothing: scores come from the real engine and environment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_card(
     """Write README.md into the checkpoint directory `path`.
 
     scores: per held-out set, both names of `SETS`. acceptance: figures of the MTP layer by name.
-    Raises ValueError when a set is missing: a card with one of them hides how well it generalises.
+    Raises ValueError when a set is missing: a card with only one set hides how well the model generalises.
     """
     missing = set(SETS) - set(scores)
     if missing:

@@ -1,7 +1,7 @@
 """Training data of the warm start: instances, traces of demonstrators, length-bucketed batches.
 
 Owns generation (cached in the run directory), loss weights and batch order. The batch of step i is a
-pure function of the seed and i, so a resumed run sees what an uninterrupted one would have seen.
+pure function of the seed and i, so a resumed run sees the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from recipes.tiny_model.generate import dedup_keys, held_out_sets, stream, take,
 from recipes.tiny_model.settings import Settings, StageConfig
 from recipes.tiny_model.tokenizer import ROLES
 
-POOL_SEED = 1000  # keeps the warm start's stream of instances apart from that of the shipped sets
-ROLE_WEIGHT = 0.02  # of the <|assistant|> tag, which is always given
+POOL_SEED = 1000  # separates the warm start's stream of instances from that of the shipped sets
+ROLE_WEIGHT = 0.02  # of the <|assistant|> tag, which is always in the prompt
 FIX = "sed "
 
 
@@ -49,7 +49,7 @@ def load_instances(config: Settings, run_dir: Path) -> list[dict[str, Any]]:
 def traces_of(
     records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, stage: StageConfig, seed: int
 ) -> list[Trace]:
-    """One trace per record, its demonstrator drawn from the stage's mix."""
+    """One trace per record, its demonstrator sampled from the stage's mix."""
     rng = random.Random(seed)
     kinds, weights = [Demonstrator(k) for k in stage.mix], list(stage.mix.values())
     conversations = [demonstrate(rng, r, rng.choices(kinds, weights)[0]) for r in records]
@@ -133,7 +133,7 @@ class Batches:
 class CopyDrill:
     """Batches `<|user|> words <|end|> <|assistant|> the same words <|end|>`, which teach copying first.
 
-    Words are drawn half by their frequency in traces and half evenly over the vocabulary in use.
+    Half of the words are sampled by their frequency in traces and half uniformly over the vocabulary in use.
     """
 
     def __init__(

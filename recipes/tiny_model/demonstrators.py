@@ -1,4 +1,4 @@
-"""Traces of demonstrators of mixed quality: what each writes, and what the commands answer.
+"""Traces of demonstrators of mixed quality: the commands that each writes, and their output.
 
 Owns the action format the shipped model learns, one shell command a turn:
 
@@ -28,7 +28,7 @@ Messages = list[dict[str, str]]
 
 
 class Demonstrator(StrEnum):
-    """How somebody works on an instance."""
+    """A way to work on an instance."""
 
     CAREFUL = "careful"  # locate, view, fix, test, submit
     RETRY = "retry"  # a wrong fix first, seen in the test, then as careful
@@ -69,12 +69,12 @@ def demonstrate(rng: random.Random, record: Record, who: Demonstrator) -> Messag
 
 
 def edit_command(record: Record, line: str) -> str:
-    """The sed command that replaces the faulty line. The backslash keeps the leading spaces."""
+    """The sed command that replaces the faulty line. Its backslash preserves the leading spaces."""
     return f"sed -i '{record['line']}c\\{line}' {record['file']}"
 
 
 def numbered(text: str) -> str:
-    """What `grep -n '' FILE` prints, without the last newline."""
+    """Return the output of `grep -n '' FILE`, without the last newline."""
     return "\n".join(f"{i}:{line}" for i, line in enumerate(text.rstrip("\n").split("\n"), start=1))
 
 
@@ -86,7 +86,7 @@ def edited(record: Record, line: str) -> dict[str, str]:
 
 
 def wrong_fixes(record: Record) -> list[str]:
-    """Mutants of the fixed line other than the bug itself, the plausible slips of a hasty programmer."""
+    """Mutants of the fixed line other than the bug itself, plausible slips of a hasty programmer."""
     block = function_block(record)
     file_lines = record["files"][record["file"]].split("\n")
     start = next(i for i, text in enumerate(file_lines) if text.startswith(f"def {record['function']}("))
@@ -100,7 +100,7 @@ def wrong_fixes(record: Record) -> list[str]:
 
 
 def last_test_line(files: dict[str, str]) -> str:
-    """The last line unittest prints for a repository, from running its tests in this process."""
+    """Run a repository's tests in this process; return the last line that unittest prints."""
     modules = {path.removesuffix(".py"): text for path, text in files.items()}
     saved = {name: sys.modules.get(name) for name in modules}
     suite = unittest.TestSuite()

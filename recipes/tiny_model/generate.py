@@ -1,11 +1,11 @@
-"""Makes SWE instances: small repositories with one real bug each, and tests that pin the function down.
+"""Makes SWE instances: small repositories with one real bug each, and tests that determine the function.
 
     python -m recipes.tiny_model.generate --out data/swe --train 3000 --held 256 --seed 0
 
 Owns planting, choosing test cases, and the three data sets. Flow: sample a function of a family ->
 choose test cases until every mutant of it fails one (by running them; else reject) -> one mutant
 becomes the bug -> neighbours and other modules -> a record with SWE-bench's field names.
-Held-out sets are made first; what they hold is refused in training data (`dedup_keys`).
+Held-out sets are made first; training data that repeats them is refused (`dedup_keys`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_instance(rng: random.Random, families: dict[str, Family]) -> Record:
 def killing_cases(
     rng: random.Random, function: Function, candidates: list[Mutant], pool_size: int = 80, limit: int = 8
 ) -> list[tuple[object, ...]] | None:
-    """Return arguments by which all mutants show, or None."""
+    """Return arguments on which all mutants differ from the function, or None."""
     pool = [sample_args(rng, function) for _ in range(pool_size)]
     truth = call(function.lines, function.name, pool)
     if any(kind == "error" for kind, _ in truth):
@@ -193,7 +193,7 @@ def function_block(record: Record) -> list[str]:
 
 
 def dedup_keys(record: Record) -> tuple[str, str]:
-    """Return what records must not share: (source with its bug, statement), function name removed."""
+    """Return the keys that records must not share: (source with its bug, statement), without names."""
     name = record["function"]
     source = "\n".join(" ".join(line.split()) for line in function_block(record))
     return source.replace(f"def {name}(", "def f("), record["problem_statement"].replace(name, "f")

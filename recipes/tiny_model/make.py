@@ -5,8 +5,8 @@
 Flow: instances and tokenizer -> `skill` (copy drill, then careful traces) -> `imitation` (traces of
 demonstrators of mixed quality, nothing masked: the behaviour that RL then selects from) -> `mtp` (the
 draft layer learns the frozen backbone's distribution on conversations the model wrote itself) ->
-RUN_DIR/model. Each stage leaves its weights in RUN_DIR, so changing a later one repeats no earlier one.
-Interrupted and started again, it continues. The settings are those of settings.py.
+RUN_DIR/model. Each stage leaves its weights in RUN_DIR, so changing a later stage repeats no earlier one. An
+interrupted run continues when started again. The settings are those of settings.py.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def train_backbone(
 
 
 def _needed(stage: StageConfig) -> int:
-    """More instances than a stage can read: no mix has traces of fewer than 64 tokens on average."""
+    """Return more instances than a stage can read: in every mix, traces average at least 64 tokens."""
     return stage.steps * stage.batch_tokens // 64
 
 
@@ -128,7 +128,7 @@ def train_mtp(
 def run_tiny_model(config: Settings, run_dir: Path) -> Path:
     """Make the tiny model; returns RUN_DIR/model, a checkpoint directory in MiMo layout.
 
-    Killed and called again, it continues where it was.
+    If it was killed, the next call continues where it stopped.
     """
     records, bpe, tokenizer, model = prepare(config, run_dir)
     train_backbone(config, model, records, tokenizer, run_dir)
@@ -155,7 +155,7 @@ T = TypeVar("T")
 
 
 def compose(overrides: list[str], settings: type[T] = Settings) -> T:
-    """The defaults with `key=value` overrides. Raises ValueError for a key or a value that is none."""
+    """The defaults with `key=value` overrides. Raises ValueError for an unknown key or an invalid value."""
     try:
         composed = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.from_dotlist(overrides))
         return OmegaConf.to_object(composed)

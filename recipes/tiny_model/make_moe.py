@@ -1,10 +1,10 @@
-"""Makes models/tiny_moe: a small mixture of experts with an MTP layer, from the small dense model.
+"""Makes models/tiny_moe: a small MoE with an MTP layer, from the small dense model.
 
     python -m recipes.tiny_model.make_moe [--run-dir DIR] [distill.steps=200 shape.experts=8 ...]
 
-Flow: the dense model's MLPs are cut into experts (`moe.upcycle`) -> `distill` (the mixture learns the dense
+Flow: the dense model's MLPs are cut into experts (`moe.upcycle`) -> `distill` (the MoE learns the dense
 model's distribution on traces of mixed quality, so that it behaves as the dense one before RL) -> `draft`
-(the MTP layer learns the frozen mixture's) -> RUN_DIR/model. Interrupted and started again, it continues.
+(the MTP layer learns the frozen MoE's) -> RUN_DIR/model. An interrupted run continues when started again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def distillation_loss(
 
 
 def make(settings: MoeSettings, run_dir: Path) -> Path:
-    """Make the mixture; returns RUN_DIR/model, a checkpoint directory in GLM-4.5's layout."""
+    """Make the MoE; returns RUN_DIR/model, a checkpoint directory in GLM-4.5's layout."""
     torch.set_num_threads(settings.threads)
     run_dir.mkdir(parents=True, exist_ok=True)
     base = Path(resolve(settings.base))

@@ -1,4 +1,4 @@
-"""A mixture of experts in GLM-4.5's layout, cut from a small dense model; its MTP layer; its files.
+"""An MoE in GLM-4.5's layout, cut from a small dense model; its MTP layer; its files.
 
 Owns shapes, the cut and names; owns no training. Modules are transformers', except for the MTP layer, which
 transformers does not read: `final(decoder(eh_proj([enorm(e), hnorm(h)])))`.
@@ -21,7 +21,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from recipes.tiny_model.settings import MoeShape
 from rlpipe.models.checkpoint import MTP_PREFIX, TOKENIZER_FILES
 
-UNUSED = (  # what transformers writes of any model
+UNUSED = (  # written by transformers for any model
     *("_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "output_attentions"),
     *("output_hidden_states", "problem_type", "return_dict"),
 )
@@ -29,7 +29,7 @@ FLOAT32 = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")  # read in flo
 
 
 def moe_config(dense: Qwen2Config, shape: MoeShape) -> Glm4MoeConfig:
-    """The mixture's config: the dense model's, whole heads rotated, experts after its first layer."""
+    """The MoE's config: the dense model's, whole heads rotated, experts after its first layer."""
     return Glm4MoeConfig(
         vocab_size=dense.vocab_size,
         hidden_size=dense.hidden_size,
@@ -82,11 +82,12 @@ class GlmMtpLayer(nn.Module):
 
 
 def cut(dense: Mapping[str, Tensor], prefix: str, block: nn.Module, generator: torch.Generator) -> None:
-    """Make a mixture of a dense MLP, in place: `block` is a Glm4MoeMoE.
+    """Turn a dense MLP into an MoE, in place: `block` is a Glm4MoeMoE.
 
     dense: weights by Hugging Face name, the MLP's below `prefix`. The shared expert gets the channels of the
-    largest weights; each other expert draws its channels from what is left, and their outputs are scaled so
-    that the sum of a token's experts is, on average over the draws, what those channels gave.
+    largest weights. Each other expert samples its channels from the remaining ones. The experts' outputs are
+    scaled so that the sum of a token's experts equals, on average over the samples, the output of the remaining
+    channels in the dense MLP.
     """
     gate, up, down = (dense[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
     order = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).argsort(descending=True)
@@ -108,7 +109,7 @@ def cut(dense: Mapping[str, Tensor], prefix: str, block: nn.Module, generator: t
 def upcycle(
     dense: Mapping[str, Tensor], config: Glm4MoeConfig, seed: int
 ) -> tuple[Glm4MoeForCausalLM, GlmMtpLayer]:
-    """Mixture and MTP layer of a dense checkpoint in MiMo's layout, before any training."""
+    """MoE and MTP layer of a dense checkpoint in MiMo's layout, before any training."""
     generator = torch.Generator().manual_seed(seed)
     model, layer = Glm4MoeForCausalLM(config), GlmMtpLayer(config)
     same = {name: tensor for name, tensor in dense.items() if not name.startswith(MTP_PREFIX)}
@@ -127,12 +128,12 @@ def upcycle(
 
 
 def routers(module: nn.Module) -> list[nn.Module]:
-    """The routers of all mixtures of a module."""
+    """The routers of all MoE layers of a module."""
     return [part for part in module.modules() if isinstance(part, glm.Glm4MoeTopkRouter)]
 
 
 class Balance:
-    """Experts are read equally often: after each step a bias moves by `rate` towards those read less.
+    """Balances the load of experts: after each step a bias moves by `rate` towards those used less.
 
     DeepSeek-V3's rule (arXiv:2412.19437, section 2.1.2), by which GLM-4.5's bias was trained.
     """

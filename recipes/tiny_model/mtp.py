@@ -1,9 +1,9 @@
 """The last stage: the MTP layer learns to draft for the frozen backbone.
 
-The loss is the soft cross entropy of the draft against
-the backbone's distribution (same gradient as KL(p || q)), over depths 1..gamma, at all anchors, each with
-the weight of the token it predicts: tokens of tools count less, but a draft that never saw them fails as
-soon as a model goes on by itself."""
+The loss is the soft cross entropy of the draft against the backbone's distribution (same gradient as
+KL(p || q)), over depths 1..gamma at all anchors. Each anchor has the weight of the token that it predicts.
+Tokens of tools count less, but a draft that never saw them fails as soon as a model generates them.
+"""
 
 from __future__ import annotations
 

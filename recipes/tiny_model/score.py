@@ -4,7 +4,7 @@
 
 Each instance of both held-out sets is run once greedily and 8 times at T = 1; acceptance comes from
 the sums of the same T = 1 trajectories (rejection, gamma = 3). The card is that of models/tiny; --no-card
-prints the figures alone.
+only prints the figures.
 """
 
 from __future__ import annotations

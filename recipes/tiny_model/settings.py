@@ -1,4 +1,4 @@
-"""Settings of the factory of the tiny model."""
+"""Settings of the recipe that makes the tiny model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _mtp() -> StageConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Settings:
-    """Everything `make.run_tiny_model` reads.
+    """All settings of `make.run_tiny_model`.
 
     seed: of weights, data order and demonstrators. data_seed, held_out: those of the shipped held-out
     sets, whose instances are kept out of training. instances: training instances to generate.
@@ -114,9 +114,9 @@ class Settings:
 
 @dataclass(slots=True, kw_only=True)
 class MoeShape:
-    """Size of the mixture in each layer but the first: experts, those that read a token, channels of one.
+    """Size of the MoE in each layer but the first: experts, experts per token, channels per expert.
 
-    One more expert of that size reads every token. The rest is the dense model's.
+    One more expert of that size reads every token. The remaining sizes are the dense model's.
     """
 
     experts: int = 8
@@ -131,7 +131,7 @@ class MoeShape:
 
 @dataclass(slots=True, kw_only=True)
 class MoeSettings:
-    """Everything `make_moe.make` reads.
+    """All settings of `make_moe.make`.
 
     base: the dense checkpoint that is cut, with an MTP layer in MiMo's layout. instances: of the shipped
     training set, each worked on by `demonstrations` demonstrators. balance: step of the experts' biases.

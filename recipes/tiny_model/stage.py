@@ -1,8 +1,8 @@
 """One resumable training stage: the step loop all stages share.
 
 Owns optimizer, schedule, checkpoints, progress bar and metrics file. Invariant: the state after step i
-depends on the configuration alone, because batches are functions of the step; so a run that was killed
-and resumed from `stage.pt` ends with the weights of one that was not (same machine and threads).
+depends only on the configuration, because batches are functions of the step. So a run that was killed and
+resumed from `stage.pt` ends with the same weights as an uninterrupted one (same machine and threads).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_finished(name: str, module: nn.Module, run_dir: Path) -> bool:
 def run_stage(
     name: str, module: nn.Module, stage: StageConfig, loss_of: Loss, run_dir: Path, save_every: int
 ) -> None:
-    """Train `module` in place; `loss_of(step)` returns a scalar loss and figures to log.
+    """Train `module` in place; `loss_of(step)` returns a scalar loss and values to log.
 
     Leaves RUN_DIR/NAME.pt with the final weights; an interrupted stage continues from its last checkpoint.
     """

@@ -1,8 +1,8 @@
 """Trains the tokenizer of the tiny model and saves it as a Hugging Face fast tokenizer.
 
 Byte-level BPE whose merges stay inside short pieces, so that traces are short and every literal can be
-copied: a word with its leading space is one token, digits and punctuation stand alone. Owns the special
-tokens and the chat template `<|role|>content<|end|>`.
+copied: a word with its leading space is one token; digits and punctuation marks are one token each. Owns the
+special tokens and the chat template `<|role|>content<|end|>`.
 
 The saved file splits text as Qwen2 does, because transformers puts that splitter on every tokenizer of a
 `qwen2` checkpoint, whatever the file says. Qwen2's pieces are unions of ours and no merge crosses ours,
@@ -60,7 +60,7 @@ def save_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; return it as loaded again.
 
-    The class named is one that every version of transformers knows, so that other engines load it too.
+    The tokenizer class in them is known to every version of transformers, so that other engines load it too.
     """
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -1,9 +1,9 @@
-"""Is the number that an answer names the right one? A reward in the form of TRL's GRPOTrainer."""
+"""Does an answer name the right number? A reward in the form of TRL's GRPOTrainer."""
 
 import re
 
 
 def largest(completions, answer, **kwargs):
-    """Return 1 for each answer whose numbers are all the right one: who repeats the others has not chosen."""
+    """Return 1 for each answer that contains only the right number: repeating the others is no choice."""
     pairs = zip(completions, answer, strict=True)
     return [float(set(re.findall(r"\d+", text)) == {str(right)}) for text, right in pairs]

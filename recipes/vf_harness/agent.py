@@ -1,7 +1,7 @@
-"""The `null` harness of verifiers on one task: its chat program, in this process, against the endpoint.
+"""The `null` harness of verifiers on one task: its chat program runs in this process, against the endpoint.
 
-`NullHarness.launch` prepares its program and runs it, here in a runtime that runs it in the event loop. The
-harness carries out nothing that a model writes, so that it needs no sandbox.
+`NullHarness.launch` prepares its program and runs it; the runtime here runs it in the event loop. The harness
+executes nothing that a model writes, so it needs no sandbox.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _harness = NullHarness(NullHarnessConfig(id="null"))
 
 
 class InProcess:
-    """A runtime of verifiers, as far as a chat program needs one."""
+    """A runtime of verifiers, with only what a chat program needs."""
 
     async def prepare_uv_script(self, source: str, env: dict[str, str], activate: bool = True) -> list[str]:
         """Load a program once; return the beginning of its command line."""
@@ -46,7 +46,7 @@ class InProcess:
 
 
 def _parsed(parse: Any) -> Any:
-    """Parse the command line of this program, of which several run at once."""
+    """Parse the command line of this program; several instances run at once."""
     before, sys.argv = sys.argv, _arguments.get()
     try:
         return parse()

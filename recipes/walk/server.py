@@ -1,4 +1,4 @@
-"""The walk behind a server of OpenEnv, in a Python of its own that has `openenv` installed.
+"""Serves the walk by OpenEnv, in a separate Python environment that has `openenv` installed.
 
 python -m recipes.walk.server [--port 8000]
 """
@@ -13,7 +13,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 
 from recipes.walk.walk import Walk
 
-SESSIONS = 256  # walks at once: an attempt that finds none free is repeated
+SESSIONS = 256  # walks at once; an attempt that finds none free is repeated
 
 
 class Move(Action):

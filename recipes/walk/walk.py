@@ -17,7 +17,7 @@ class Walk:
         self.steps = 0
 
     def show(self) -> str:
-        """Return the row, in which the way from the walk (A) to its goal (G) is drawn, and the question.
+        """Return the row, with the way from the walk (A) to its goal (G), and the question.
 
         >>> print(Walk(2).show())
         A > > G
@@ -31,9 +31,9 @@ class Walk:
         return f"{' '.join(cells)}\nDoes A go {' or '.join(STEPS)} to reach G?"
 
     def step(self, move: str) -> tuple[float, bool]:
-        """Take the last step that a text names; return its reward and whether the goal is reached.
+        """Take the last step named in a text; return its reward and whether the goal is reached.
 
-        The goal earns 1; a step away from it, against a wall, or a text without one -0.1.
+        The goal earns 1; a step away from it or against a wall, or a text without a step, earns -0.1.
         """
         before, self.steps = abs(self.goal - self.at), self.steps + 1
         named = re.findall("|".join(STEPS), move.lower())
