@@ -86,7 +86,7 @@ def cut(dense: Mapping[str, Tensor], prefix: str, block: nn.Module, generator: t
 
     dense: weights by Hugging Face name, the MLP's below `prefix`. The shared expert gets the channels of the
     largest weights. Each other expert samples its channels from the remaining ones. The experts' outputs are
-    scaled so that the sum of a token's experts equals, on average over the samples, the output of the remaining
+    scaled so that the sum of a token's experts equals, on average over the samples, that of the remaining
     channels in the dense MLP.
     """
     gate, up, down = (dense[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))

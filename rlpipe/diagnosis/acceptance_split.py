@@ -1,20 +1,20 @@
-"""The change of acceptance since the early phase, split at every step; the one definition that a run has.
+"""The change of acceptance since the early phase, split at every step; a run uses only this definition.
 
     total = entropy + mismatch + staleness + contexts          (mean of the last steps - mean of the first)
 
     entropy    slope (H_late - H_early), H of the sampled tokens
-    mismatch   what the draft lost on the fixed contexts of the probe set: D alpha* - slope D H*
-    staleness  what the engine accepted minus what the newest weights would have, of the same drafts
+    mismatch   loss of the draft on the fixed contexts of the probe set: D alpha* - slope D H*
+    staleness  acceptance by the engine minus that by the newest weights, of the same drafts
     contexts   the remainder: contexts that are easier or harder to draft for than their entropy predicts
 
 Owns the spans, the parts and their 95% intervals, per depth and overall. The controller emits them with
 every step (`acceptance_split/*`); summary, plots, TensorBoard, W&B, Prometheus and console have these numbers
-and no others. A part that was not measured is absent: without a probe set `mismatch` is all that entropy and
-staleness leave, and there is no `contexts`.
+and no others. A part that was not measured is absent. Without a probe set `mismatch` is everything except
+entropy and staleness, and there is no `contexts`.
 
-The slope: that of an intervention (`metrics.probe.slope`); else that across the fixed contexts of the first
-probe; else that between the early steps. Where both of the last two exist, the
-interval of a part covers it for either.
+The slope is that of an intervention (`metrics.probe.slope`); else that across the fixed contexts of the first
+probe; else that between the early steps. Where both of the last two exist, a part's interval covers it for
+either.
 
 Flow: values of a step -> `see`, tables of a probe -> `probed`; then `at` or `metrics`. `of_run` replays one.
 """
@@ -53,7 +53,7 @@ MAX_NOISE = 0.1  # of an entropy against its variation: flattens a slope by one 
 
 
 def early_steps(planned: int) -> int:
-    """Return the steps of the early phase of a run of so many: a third, at least 6 and at most 20."""
+    """Return the steps of the early phase of a run of `steps` steps: a third, within 6 to 20."""
     return max(MIN_EARLY, min(MAX_EARLY, planned // 3))
 
 
@@ -63,7 +63,7 @@ class Split:
 
     early, late: first and last step of each. entropy_change: nat.
     parts: by name of `PARTS`, those that were measured; `total` is the sum of the others.
-    slopes: acceptance per nat, by where it comes from; the values of the parts are along the first.
+    slopes: acceptance per nat, by source; the values of the parts use the first.
     rests: the change minus the part that a slope attributes to entropy, by slope.
     """
 
@@ -96,8 +96,8 @@ class _Fixed:
 class AcceptanceSplit:
     """Takes the values of a run in order of its steps.
 
-    early: steps of the early phase. rule: column of a probe that predicts what the engine accepts. slope: of
-    an intervention, None where none was measured.
+    early: steps of the early phase. rule: column of a probe that predicts the engine's acceptance. slope: of
+    an intervention, None if not measured.
     """
 
     def __init__(self, *, early: int, rule: str, slope: Interval | None = None) -> None:
@@ -123,7 +123,7 @@ class AcceptanceSplit:
                 if name.startswith(RATE) and isinstance(rate, (int, float)):
                     self._rows.setdefault(_depth(name), []).append((step, rate, entropy, second))
 
-        # Depth 1 has names of its own, which older runs have too.
+        # Depth 1 has separate names, which older runs have too.
         if (stale := record.get("probe/staleness")) is not None:
             self._stale.setdefault(1, []).append((step, stale, _number(record.get("probe/staleness_se"))))
         for name, stale in record.items():
@@ -167,7 +167,7 @@ class AcceptanceSplit:
         entropy_change = float(late[:, 2].mean() - first[:, 2].mean())
         fixed, stale = self._fixed_change(depth, spans), self._staleness(depth, spans)
 
-        # An interval covers its part for every slope; the values are along the first.
+        # An interval covers its part for every slope; the values use the first.
         by_slope = [_parts(first, late, slope, fixed=fixed, staleness=stale) for slope in slopes.values()]
         parts = {
             name: Interval(
@@ -211,7 +211,7 @@ class AcceptanceSplit:
         return metrics
 
     def standing_staleness(self) -> Interval | None:
-        """Return the mean staleness at depth 1 over all probes; None for fewer than 6. A change hides it."""
+        """Return the mean staleness at depth 1 over all probes, hiding any change; None for fewer than 6."""
         readings = [r for r in self._stale.get(1, []) if isfinite(r[2])]
         return _mean(readings) if len(readings) >= 6 else None
 
@@ -221,12 +221,12 @@ class AcceptanceSplit:
         return min(len(changes) + 1 if changes else 0, len(self._stale.get(1, [])))
 
     def _slopes(self, depth: int, first: np.ndarray) -> dict[str, Interval]:
-        """Return the estimates of acceptance per nat of entropy, by the way they were made."""
+        """Return the estimates of acceptance per nat of entropy, by their source."""
         if self._slope is not None:
             return {"measured by intervention": self._slope}
 
         slopes = {"within contexts": self._fixed[depth].slope} if depth in self._fixed else {}
-        # The early phase is over, so its slope stays.
+        # The early phase is over, so its slope no longer changes.
         if depth not in self._between:
             self._between[depth] = _slope_between(first)
         if (between := self._between[depth]) is not None:
@@ -248,7 +248,7 @@ class AcceptanceSplit:
         alpha, entropy = (
             float(np.mean([r[k] for r in after]) - np.mean([r[k] for r in before])) for k in (1, 2)
         )
-        # The error is of the choice of contexts, the same in every probe.
+        # The error is that of the choice of contexts, which is the same in every probe.
         last = [c for c in fixed.changes if c.window[0] <= late[1]][-1]
         error = last.total.half_width
         return Interval(alpha, alpha - error, alpha + error), entropy
@@ -280,9 +280,9 @@ def of_run(run: RunData) -> AcceptanceSplit:
 def _slope_between(first: np.ndarray) -> Interval | None:
     """Return the slope between the early steps; None where it has no bounds.
 
-    Noise in the entropy would flatten the slope, so a second measurement is its instrument. If that gives no
-    bounds, a robust slope on the first one is used, unless the two differ so much that noise has flattened
-    it.
+    Noise in the entropy would flatten the slope, so a second measurement of it is the instrument. If that
+    gives no bounds, a robust slope on the first one is used, unless the two differ so much that noise has
+    flattened it.
     """
     rate, entropy, second = first[:, 1], first[:, 2], first[:, 3]
     if np.isfinite(second).all():
@@ -318,7 +318,7 @@ def _parts(
         parts["mismatch"] = change - slope.times(fixed_entropy)
         entropy_change -= fixed_entropy
 
-    # What is left has the errors of all that is taken away, and that of the slope once.
+    # The remainder has the errors of all parts that are subtracted, and that of the slope once.
     for _, part in known:
         rest = rest - part
     error = slope.times(entropy_change)
@@ -351,7 +351,7 @@ def _mean(readings: Sequence[tuple[float, float, float]]) -> Interval:
 
 
 def _with_depths(table: ProbeTable, depths: int) -> ProbeTable:
-    """Return a table cut to the depths of the first probe; `draft.depths` may have changed since."""
+    """Return a table restricted to the depths of the first probe; `draft.depths` may have changed since."""
     values = {name: column[:, :depths] for name, column in table.values.items()}
     return ProbeTable(trajectory_id=table.trajectory_id, positions=table.positions, values=values)
 
@@ -369,7 +369,7 @@ def _up(interval: Interval) -> float:
 
 
 def _depth(name: str) -> int:
-    """Return the depth that a metric is of; OVERALL for one of all.
+    """Return the depth of a metric; OVERALL for a metric of all depths.
 
     >>> _depth("spec/acceptance_rate/depth_2"), _depth("spec/acceptance_rate")
     (2, 0)

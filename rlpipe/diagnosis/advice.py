@@ -20,9 +20,9 @@ from rlpipe.metrics.runs import RunData
 
 Records = Sequence[Mapping[str, Any]]
 
-RECENT = 10  # records that a figure is a mean of
+RECENT = 10  # records over which a figure is averaged
 MARGIN = 0.03  # relative gain that is worth a sentence
-UNTRAINED_RATE = 0.03  # acceptance; identity projections reach 0.01, a fit without training above 0.3
+UNTRAINED_RATE = 0.03  # acceptance; identity projections reach 0.01, a closed-form fit above 0.3
 UNTRAINED_STEPS = 500  # verify steps before a layer is called untrained
 LOOKUP_HINT = "a lookup learns nothing, so use a draft that does (docs/drafters.md)"
 
@@ -38,8 +38,8 @@ class Setup:
     online: the draft is trained during the run.
     max_staleness, filter_equal_rewards, filter_limit: of `pipeline`.
     workers, max_new_tokens, max_context: of `rollout`.
-    draft_cost: of one draft pass, in plain decode steps.
-    env_threads: of a rollout worker.
+    draft_cost: cost of one draft pass, in plain decode steps.
+    env_threads: threads of a rollout worker.
     max_turns: of `env`.
     """
 
@@ -108,7 +108,7 @@ def advise_run(run: RunData) -> dict[str, str]:
 
 
 class Advisor:
-    """Raises an event when a rule begins to hold, and again only after it did not.
+    """Raises an event when a rule begins to hold, and again only after it has stopped holding.
 
     event: `MetricsBus.event`.
     """
@@ -221,7 +221,7 @@ def _with_depths(setup: Setup, gamma: int) -> str:
 def better_drafter(setup: Setup, rollouts: Iterable[Mapping[str, Any]]) -> str | None:
     """Compare the run's drafts with lookups of as many tokens at the same verify steps, by tokens per cost.
 
-    A lookup needs no draft pass, so it wins where (1 + drafts looked up) (1 + draft_cost gamma) exceeds
+    A lookup needs no draft pass, so it is faster where (1 + drafts looked up) (1 + draft_cost gamma) exceeds
     1 + accepted drafts, beyond chance.
     """
     if not setup.mtp or setup.mode not in ("rejection", "target_only", "block"):
@@ -258,7 +258,7 @@ def better_objective(setup: Setup, records: Records) -> str | None:
 
 
 def stale_draft(setup: Setup, records: Records) -> str | None:
-    """Find a draft that fits fixed contexts worse than at first, by more than entropy explains.
+    """Find a draft that became worse on fixed contexts, by more than entropy explains.
 
     Entropy explains one point of acceptance per 0.1 nat here, which is cautious: 0.6 to 0.8 points are
     measured for rejection. `decomposition` measures the run's slope.
@@ -358,9 +358,9 @@ def equal_groups(setup: Setup, records: Records) -> str | None:
 
 
 def few_workers(setup: Setup, records: Records) -> str | None:
-    """Find a trainer that waits for engines which are busy: more of them would shorten the step.
+    """Find a trainer that waits for busy engines: more engines would shorten the step.
 
-    The gain is an upper bound: rollouts must scale with the engines, on a machine with room for one more.
+    The gain is an upper bound: rollouts must scale with the engines and the machine must have capacity.
     """
     waiting, step = (_mean(records, f"timing_s/{name}") for name in ("wait_rollout", "step"))
     busy = _mean(records, "perf/utilisation/rollout")

@@ -1,4 +1,4 @@
-"""Alarms: an event when a rule over committed records begins to fail, another when it holds again.
+"""Alarms: an event when a rule over committed records begins to fail, and another when it holds again.
 
 Owns the evaluation of the rules and its state; `rlpipe.config.alarms` has the rules, docs/alarms.md what to
 do. Flow: the controller passes every record to `Alarms.see` and the clock to `Alarms.tick`; an alarm is an
@@ -25,7 +25,7 @@ Event = Callable[..., None]
 
 @dataclass(slots=True)
 class Watch:
-    """One rule and its state.
+    """An alarm rule and its state.
 
     failing: observations in a row that failed.
     ringing: the rule has not held since it rang.
@@ -63,7 +63,7 @@ class Watch:
         return None
 
     def _fails(self, record: Mapping[str, Any]) -> bool | None:
-        """Return whether the rule fails at this record; None when the record does not decide it."""
+        """Return whether the rule fails at this record; None when the record does not determine it."""
         rule, value = self.rule, record.get(self.rule.metric)
         if rule.test is AlarmTest.DIVERGE:
             return self._diverges(value, record.get(rule.against))
@@ -163,7 +163,7 @@ class Alarms:
                 self._event("alarm_over", alarm=name, step=self._step)
 
     def tick(self, now: float | None = None) -> None:
-        """Raise the alarm when no record has come for too long; now: of `time.monotonic`."""
+        """Raise the alarm when there was no record for too long; now: of `time.monotonic`."""
         silent = (time.monotonic() if now is None else now) - self._last_record_at
         if self._stall_seconds and silent > self._timeout_seconds and not self._stalled:
             self._stalled = True

@@ -1,6 +1,6 @@
 """Acceptance of a run broken down by depth, position, turn, kind of token and entropy, after the fact.
 
-Owns the breakdowns; docs/run_directory.md has what is recorded, and in which form. Flow:
+Owns the breakdowns; docs/run_directory.md describes the records and their format. Flow:
 
     rollouts/step_N.jsonl -> `verified_in` (an entry per verified draft token) -> `acceptance_by`
                           -> `lengths` (predicted against observed), `lookups` (another drafter)
@@ -210,14 +210,14 @@ def lookups(
 ) -> dict[str, Estimate] | None:
     """Compare a run's drafts with lookups of `gamma` tokens at the starts of the same verify steps.
 
-    A lookup is certain of its guess, so the target accepts it exactly where it samples that token: what it
-    sampled since tells how many would have been accepted, under every lossless rule.
+    A lookup's guess has q = 1, so under every lossless rule the target accepts it exactly where it samples
+    that token. The tokens sampled later therefore show how many guesses would have been accepted.
 
     Args:
         records: of rollouts; those without drafts are skipped.
         gamma: number of tokens looked up.
-        longest: of the suffix that is looked up, tokens.
-        cost: of a step with the run's drafts, in steps with lookups.
+        longest: maximum length of the suffix that is looked up, in tokens.
+        cost: cost of a step with the run's drafts, in units of a step with lookups.
     Returns:
         Tokens per verify step with each, `lookup` and `drafts`, and the difference, cost lookup - drafts
         (errors are clustered by trajectory); None below two trajectories with drafts.
@@ -282,7 +282,7 @@ def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
 
 
 def distributions(run: RunData, depth: int = SHOWN_DEPTH) -> dict[str, list[float]]:
-    """Return series by probe on the fixed contexts: entropy gap, KL both ways, masses above (Fig. 10, 11)."""
+    """Return series by probe on the fixed contexts: entropy gap, KL both ways, excess masses (Fig. 10, 11)."""
     series: dict[str, list[float]] = {}
     for name in COLUMNS:
         if name not in ("accept", "top"):
@@ -303,7 +303,7 @@ def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -
         baseline: a run with spec.mode=none.
     Returns:
         predicted, and observed: the ratio of median rollout tokens/s to those of the baseline; without one,
-        the measurement of adaptive gamma. A key is missing where its metrics are.
+        the measurement of adaptive gamma. A key is missing if its metrics are.
     Source: the cost is that of Leviathan et al., Thm 3.8.
     """
     gamma = (run.settings.get("spec") or {}).get("gamma", SpecConfig().gamma)
@@ -323,7 +323,7 @@ def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -
 def entropy_slope(run: RunData, figure: str = LENGTH) -> Estimate | None:
     """Estimate the slope of an acceptance figure on entropy over all steps of a run, per nat (Bebop Fig. 8).
 
-    It is descriptive: mismatch that grows with the steps is in it. None below 6 steps, or without variation.
+    It is descriptive, as it includes mismatch that grows with steps. None below 6 steps, or without variation.
     """
     _, y, h = paired(run, figure, ENTROPY)
     if len(y) < 6 or not np.ptp(h):

@@ -1,8 +1,8 @@
-"""The summary of several runs: what differs between arms beyond chance.
+"""The summary of several runs: the differences between arms that exceed chance.
 
 Owns the readings of every arm and the sentences at the top of a comparison; `seeds` decides which runs form
-an arm. An arm of several seeds has intervals over seeds. A single run has one for its held-out reward only,
-over the instances: it covers the measurement of this run, not other seeds.
+an arm. An arm of several seeds has intervals over seeds. A single run has an interval only for its held-out
+reward, over the instances: it covers the measurement of this run, not other seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpipe.diagnosis.summary import Summary
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
-LAST_STEPS = 10  # that a gauge is averaged over
+LAST_STEPS = 10  # over which a gauge is averaged
 
 
 def _last_mean(name: str) -> Callable[[RunData], float | None]:
@@ -137,7 +137,7 @@ def _sentence(measure: Measure, readings: list[Reading]) -> str:
 
 
 def _incomplete(arms: Sequence[RunData]) -> Iterator[str]:
-    """Yield what a reader must know before believing an arm: runs without a step, or of different lengths."""
+    """Yield warnings about an arm: runs without a step, or of different lengths."""
     if empty := [arm.name for arm in arms if not arm.steps]:
         yield f"{', '.join(empty)}: no step was recorded, so no arm contains it."
     for arm in arms:
@@ -146,7 +146,7 @@ def _incomplete(arms: Sequence[RunData]) -> Iterator[str]:
 
 
 def _meaning(arms: Sequence[RunData]) -> str:
-    """Return what the intervals of a comparison cover."""
+    """Return a sentence on what the intervals of a comparison cover."""
     pooled, single = any(arm.seeds for arm in arms), any(not arm.seeds for arm in arms)
     parts = []
     if pooled:

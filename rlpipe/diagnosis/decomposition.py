@@ -4,14 +4,14 @@
                     entropy part          mismatch part
 
 alpha is an acceptance rate (or a length; the unit carries through), H the mean entropy of the target in nat
-per token. The slope is signed, in alpha per nat between *steps*, and comes from the early phase by robust
-regression. Index 0 is the mean over the early phase and t the mean over a window of steps: single steps are
-too noisy to be a reference. The parts add up to the observed change exactly; their errors are of the slope
-(times the change of entropy) and of the two means.
+per token. The slope is signed, in alpha per nat between *steps*, and is estimated from the early phase by
+robust regression. Index 0 is the mean over the early phase and t the mean over a window of steps: single
+steps are too noisy to be a reference. The parts add up to the observed change exactly. Their errors are those
+of the slope (times the change of entropy) and of the two means.
 
-Deviation from the paper: the early regression has a linear trend in time as well, otherwise a mismatch that
-grows while entropy falls is mistaken for a slope. Assumptions: the relation is linear in the range of H, and
-the slope stays the early one.
+Deviation from the paper: the early regression also has a linear trend in time. Without it, a mismatch that
+grows while entropy falls would be mistaken for a slope. Assumptions: the relation is linear in the range of
+H, and the early slope holds later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Estimate
 
 EARLY = 20  # steps of the early phase, at most half of the run
-WINDOW = 10  # steps that a change is averaged over
+WINDOW = 10  # steps over which a change is averaged
 LEVEL = 0.99
 ENTROPY = "rollout/entropy"
 RATE = "spec/acceptance_rate"
@@ -114,7 +114,7 @@ def decompose(
 
 
 def _error(acceptance: np.ndarray, entropy: np.ndarray, slope: Estimate) -> float:
-    """Return the error of a span's mean acceptance at its entropy; drift within the span does not count."""
+    """Return the error of a span's mean acceptance at its entropy, excluding drift within the span."""
     residuals = detrended(acceptance - slope.value * entropy)
     if len(residuals) > 2:
         return error_of_mean(residuals, fitted=min(3, len(residuals) - 1))

@@ -1,10 +1,10 @@
-"""Why acceptance moved, as one statement about the split that the run emitted (`acceptance_split`).
+"""Explains why acceptance moved, in one statement on the split that the run emitted (`acceptance_split`).
 
-Owns the wording and the thresholds; every number is one of `acceptance_split/*` at the last step, as in the
-plots. With a probe set the statement is about depth 1, where fixed contexts tell entropy from the draft,
-and a part is a certain cause only where it is clear of 0 whichever slope is right. Without one, the split can
-show that entropy moved at the same time, never that it is the reason. Excursions in between, which a
-difference of the ends does not show, are sentences of their own.
+Owns the wording and the thresholds. Every number is one of `acceptance_split/*` at the last step, as in the
+plots. With a probe set the statement is about depth 1, where fixed contexts separate entropy from the draft,
+and a part is a certain cause only if its interval excludes 0 for every slope. Without a probe set, the split
+can show that entropy moved at the same time, never that it is the reason. Excursions in between, which a
+difference of the ends does not show, have separate sentences.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def explain_acceptance(run: RunData) -> Finding | None:
 
 
 def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
-    """Describe where the rate at depth 1 went in between and came back from; "" where it did not.
+    """Describe where the rate at depth 1 went in between and came back from; "" if it did not.
 
-    split: of the ends. splits: has the parts of the change until then.
+    split: of the ends. splits: the parts of the change at every step.
     """
     steps, values = run.series("spec/acceptance_rate/depth_1")
     rate, count = np.array(values), len(values)
@@ -72,7 +72,7 @@ def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
     freedom = sum(len(r) - 2 for r in residuals)
     r = autocorrelation(detrended(rate[: split.early[1]]))
     variance = sum(float(e @ e) for e in residuals) / freedom * (1 + r) / (1 - r)
-    # The extreme of many windows is large by chance: the level is that of all of them together.
+    # The extreme of many windows is large by chance, so the level applies to all of them together.
     quantile = t_quantile(1 - 0.025 * width / count, freedom)
 
     def since(mean: float, end: np.ndarray) -> Interval:
@@ -100,7 +100,7 @@ def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
 
 
 def _parts_at(splits: AcceptanceSplit, step: int) -> str:
-    """Name the parts of the change until a step that are clear of 0."""
+    """Name the parts of the change until a step whose intervals exclude 0."""
     split = splits.at(1, step)
     clear = {n: p for n, p in split.causes().items() if _is_clear(p)} if split is not None else {}
     listed = "; ".join(f"{PART_NAMES[name]} {points(part)}" for name, part in clear.items())
@@ -183,7 +183,7 @@ def _explain_by_steps(split: Split) -> Finding:
 
 
 def _hint(name: str, setup: Setup, worth: str) -> str:
-    """Return the setting to change for a cause. worth: of a better draft, see `_points_back`."""
+    """Return the setting to change for a cause. worth: gain of a better draft, see `_points_back`."""
     hints = {
         "staleness": _staleness_hint(setup),
         "entropy": ENTROPY_HINT,
@@ -231,7 +231,7 @@ def _which_slope(split: Split) -> str:
 
 
 def _spans(split: Split) -> str:
-    """Name the two spans that every number of the split is a difference of."""
+    """Name the two spans between which every number of the split is a difference."""
     (a, b), (c, d) = split.early, split.late
     return f"from steps {a}-{b} to {c}-{d}"
 
@@ -254,7 +254,7 @@ def _per_nat(slope: Interval) -> str:
 
 
 def _is_clear(part: Interval) -> bool:
-    """Return whether a part is clear of 0 and large enough to be reported."""
+    """Return whether a part's interval excludes 0 and it is large enough to be reported."""
     return part.clear and abs(part.value) >= MIN_CHANGE
 
 

@@ -1,13 +1,13 @@
 """Decomposition from the probe set: contexts stay, target and draft move.
 
-Owns what only fixed contexts allow: Eq. 16 for both rules and every depth within one run, with a slope that
-no drift has entered (across the contexts of the first probe), and differences paired context by
+Owns what is possible only on fixed contexts: Eq. 16 for both rules and every depth within one run, with a
+slope that is free of drift (across the contexts of the first probe), and differences paired context by
 context. Flow: probe/step_N.jsonl -> here -> `acceptance_split`.
 
     D alpha = slope D H + remainder,  per context; means over contexts, errors clustered by trajectory
 
 The slope across contexts is per *token* (an uncertain context against a sure one); the slope between steps of
-`decomposition` is of means over steps. They need not agree: each is used with its own differences.
+`decomposition` is of means over steps. The two slopes need not agree; each is used with its own differences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Held-out rewards with intervals that hold at 0 of 8 too: Wilson's for a rate, Newcombe's for a change.
+"""Held-out rewards with intervals that hold even at 0 of 8: Wilson's for a rate, Newcombe's for a change.
 
-Trajectories of one instance are alike, so the size of the sample is that of an independent sample with the
-same standard error (Kish), at most the number of trajectories, and the number of instances where all rewards
-are equal.
+Trajectories of one instance are correlated. The sample size is therefore that of an independent sample with
+the same standard error (Kish), at most the number of trajectories; where all rewards are equal, it is the
+number of instances.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _read_set(run: RunData, label: str, metric: str) -> HeldOut:
 def reward_intervals(run: RunData, metric: str) -> list[Interval]:
     """Return the 95% interval of every reading: Wilson's of a rate, otherwise by its standard error.
 
-    For the mean of several seeds the interval is over the seeds, unless all of them read the same.
+    For the mean of several seeds the interval is over the seeds, unless all their readings are equal.
     """
     if run.seeds:
         return _over_seeds(run, metric)
@@ -92,7 +92,7 @@ def _over_seeds(run: RunData, metric: str) -> list[Interval]:
             intervals.append(over_seeds(values))
             continue
 
-        # 0 of 8 in every seed is not 0 for certain: the instances are the sample then.
+        # 0 of 8 in every seed does not prove 0: then the instances are the sample.
         records = [r for seed in run.seeds for r in seed.records if r.get("training/global_step") == step]
         counts = [_counts(record, metric) for record in records]
         intervals.append(_interval(values[0], 0.0, (sum(c[0] for c in counts), sum(c[1] for c in counts))))
@@ -104,7 +104,7 @@ def _interval(reward: float, error: float, counts: tuple[float, float]) -> Inter
     if not 0 <= reward <= 1:
         return Interval(reward, reward - Z95 * error, reward + Z95 * error)
 
-    # Attempts at one instance are alike: the error gives the size of an equivalent independent sample.
+    # Attempts at one instance are correlated: the error gives the size of an equivalent independent sample.
     max_size = max(counts)
     size = reward * (1 - reward) / error**2 if error > 0 else counts[0] or max_size
     size = min(size, max_size) if max_size else size

@@ -1,4 +1,4 @@
-"""Watches a run while it is going: recorded rollouts, probe, alarms, advice.
+"""Watches a run while it is running: recorded rollouts, probe, alarms, advice.
 
 Owns their order. The controller passes every batch before its update, and every committed record:
 
@@ -47,7 +47,7 @@ class Monitor:
         self._probe: Probe | None = None
         if config.probes_draft:
             self._probe = Probe(settings.probe, run_dir, last_step=config.run.steps, recorder=recorder)
-        # Drafts that are looked up are certain, and verified as those of target-only.
+        # Drafts that are looked up have q = 1 and are verified like those of target-only.
         self._rule = CHAIN_RULES.get(spec.mode) if spec.needs_model else "target_only"
         self._run_dir, self._split = run_dir, self._new_split(config)
         self._online = config.draft.online
@@ -69,7 +69,7 @@ class Monitor:
         records = read_jsonl(self._records)[0]
         self._alarms.replay(records)
 
-        # A longer run keeps the early phase that its records are compared with.
+        # When a run is extended, its early phase stays the same.
         known = [record[EARLY_STEPS] for record in records if record.get(EARLY_STEPS)]
         self._split = self._new_split(self._config, early=int(known[-1]) if known else 0)
         for record in records:
@@ -78,7 +78,7 @@ class Monitor:
             self._split.probed(head["step"], tables[: head["fixed"]])
 
     def split(self, values: Mapping[str, Any]) -> dict[str, Value]:
-        """Return the split of acceptance at a step. values: of the step, all but validation."""
+        """Return the split of acceptance at a step. values: all of the step except validation."""
         self._split.see(values)
         return self._split.metrics()
 
@@ -92,7 +92,7 @@ class Monitor:
 
     @property
     def draft_harmed(self) -> bool:
-        """True when training the draft online made it worse where it is not trained (docs/alarms.md)."""
+        """True when online training made the draft worse where it is not trained (docs/alarms.md)."""
         return self._online and DRAFT_HARMED in self._alarms.rung
 
     def validated(self, version: int, trajectories: Sequence[Trajectory]) -> None:
@@ -115,7 +115,7 @@ class Monitor:
         if self._probe is None or not self._probe.due(step):
             return {}
 
-        # Staleness is measured on the recorded trajectories, the only ones with their drafts.
+        # Staleness is measured on the recorded trajectories, the only ones whose drafts are recorded.
         visited = self._rollouts.recorded(groups)
         metrics = await self._probe.measure(
             step, groups, visited=visited, version=version, read=read, rule=self._rule

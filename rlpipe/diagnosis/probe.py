@@ -6,11 +6,11 @@ and the probe/* metrics. The caller computes the tables.
     step's groups --chosen once--> fixed contexts --.
     step's recorded rollouts ----> visited ---------+--> tables (trainer) --> files, probe/* metrics
 
-On fixed contexts acceptance moves only because target or draft moved. The visited ones are those that
-the engine has just verified, so what it accepted can be compared with what the newest version would accept:
-the difference is staleness. A draft that is trained online is also read on held-out contexts
-of the first validation, which are never trained on (`probe/held_out`). Cost: a forward pass over two or three
-times `metrics.probe.contexts` positions.
+On fixed contexts acceptance moves only because target or draft moved. The visited contexts are those that the
+engine has just verified, so its acceptance can be compared with that of the newest version: the difference is
+staleness. A draft that is trained online is also read on held-out contexts of the first validation, which are
+never trained on (`probe/held_out`). Cost: a forward pass over two or three times `metrics.probe.contexts`
+positions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ Read = Callable[[list[Trajectory]], Awaitable[list[ProbeTable]]]
 
 
 class Probe:
-    """The probe set of one run. last_step: is probed in any case, so that a run ends with a reading.
+    """The probe set of one run. last_step: always probed, so that a run ends with a reading.
 
     fixed: tables of the fixed contexts in the newest reading.
     """
@@ -126,10 +126,10 @@ class Probe:
         """Read the probe set and write the step's file.
 
         Args:
-            step: that is about to be trained.
+            step: the one about to be trained.
             groups: of the step; the first probe takes its contexts from them.
             visited: trajectories of the step with recorded drafts; at most `contexts` positions are read.
-            version: of the trainer.
+            version: version of the trainer.
             read: computes the tables of trajectories with the trainer's weights.
             rule: column of the rule by which the engine verifies chains token by token; None: it verifies by
                 another rule, whose staleness is not measured.
@@ -138,7 +138,7 @@ class Probe:
         """
         started = time.perf_counter()
         if not self._fixed:
-            # First attempts come first, so that the contexts are of many prompts.
+            # First attempts come first, so that the contexts come from many prompts.
             siblings = zip_longest(*(g.trajectories for g in groups))
             first = [t for row in siblings for t in row if t]
             self._fixed = self._choose(CONTEXTS, first, step=step, version=version)
@@ -148,7 +148,7 @@ class Probe:
         tables = await read([*self._fixed, *visited, *self._held_out])
         num_fixed, num_recorded = len(self._fixed), len(self._fixed) + len(visited)
         of_fixed, of_visited = tables[:num_fixed], tables[num_fixed:num_recorded]
-        # As the file has them, so that who reads it computes the same numbers.
+        # Rounded as in the file, so that a reader of the file computes the same numbers.
         self.fixed = [ProbeTable.from_json(table.to_json()) for table in of_fixed]
         seconds = time.perf_counter() - started
 
@@ -183,7 +183,7 @@ class Probe:
 def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory]:
     """Return the first trajectories whose sampled tokens fit into a number of contexts.
 
-    `MIN_TRAJECTORIES` of them in any case.
+    Always at least `MIN_TRAJECTORIES`.
     """
     chosen, used = [], 0
     for trajectory in trajectories:
@@ -247,7 +247,7 @@ def verified(
 ) -> np.ndarray:
     """Pair every verified draft token with the acceptance probability at the newest version.
 
-    A step that accepts n draft tokens verified depths 1..n + 1. These n are the realised tokens, so alpha
+    A step that accepts n draft tokens has verified depths 1..n + 1. These n are the realised tokens, so alpha
     of the context is the probability with which the newest version would have accepted each.
 
     Args:
@@ -274,8 +274,8 @@ def verified(
 def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
     """Compare what the engine accepted of its drafts with what the newest version would have accepted.
 
-    The level is right at depth 1. Deeper drafts are not quite the engine's, which attend to keys of depth 1
-    where the trainer's attend to those of the same depth: of them only the change over a run counts.
+    The level is right only at depth 1. Deeper drafts differ slightly from the engine's, which attend to keys
+    of depth 1 where the trainer's attend to those of the same depth: only their change over a run counts.
 
     Args:
         lines: [m, 4] of `verified`.
@@ -331,7 +331,7 @@ def _plain(column: np.ndarray) -> list[list[float | None]]:
 
 
 def _trajectory(item: Mapping[str, Any]) -> Trajectory:
-    """Read from a record what a probe needs: the tokens, and which of them were sampled."""
+    """Read from a record the inputs of a probe: the tokens, and which of them were sampled."""
     versions = np.repeat(*np.array(item["policy_versions"], np.int32).reshape(-1, 2).T)
     return Trajectory(
         trajectory_id=item["trajectory_id"],

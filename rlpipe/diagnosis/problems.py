@@ -1,7 +1,7 @@
-"""The table of problems that a finished run is searched for, acceptance excepted (that is `explanation`).
+"""The table of problems that a finished run is searched for, except acceptance (that is `explanation`).
 
 Owns the rules, their thresholds, messages and hints. A rule looks at the full run, after the fact, and
-reports only what is well beyond chance; `alarms` and `advice` are evaluated while a run is going.
+reports only what is well beyond chance; `alarms` and `advice` are evaluated during the run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Slopes and changes of means, from short series that are noisy and correlated, with their intervals.
+"""Slopes and changes of means, with intervals, from short series that are noisy and correlated.
 
-Owns the statistics that need arrays, independent of acceptance. Each kind of data has its error:
+Owns the statistics that need arrays, independent of acceptance. Each kind of data has its own error estimate:
 
     robust_slope         a series in order of time with a few wild values    Huber's error, inflated for AR(1)
     instrumented_slope   a series whose regressor is measured with noise     inverted test, maybe unbounded
     cross_section        contexts of several trajectories, in no order       clustered by trajectory (CR1)
     contrast             a weighted sum of a series in order of time         AR(1) about a smooth drift
 
-Residuals of `instrumented_slope` and `contrast` are taken as AR(1) about a cubic over time. Their correlation
-is corrected for its bias in short series and raised by one standard error; every estimate is linear in the
+Residuals of `instrumented_slope` and `contrast` are taken as AR(1) around a cubic in time. Their correlation
+is corrected for its bias in short series and raised by one standard error. Every estimate is linear in the
 residuals, so its variance w'Rw is exact for that correlation. Quantiles are Student's.
 """
 
@@ -50,7 +50,7 @@ def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: flo
     if n < 6 or len(y) != n:
         raise ValueError(f"a slope needs 6 points or more and as many of x as of y, got {n} and {len(y)}.")
 
-    # Only what intercept and trend leave of x identifies the slope.
+    # Only the part of x that intercept and trend leave identifies the slope.
     time = np.linspace(-1, 1, n)
     nuisance = np.stack([np.ones(n), time], 1) if trend else np.ones((n, 1))
     x_residual = x - nuisance @ np.linalg.lstsq(nuisance, x, rcond=None)[0]
@@ -154,7 +154,7 @@ def clustered_error(residuals: np.ndarray, clusters: np.ndarray) -> float:
 
 
 def cross_section(y: np.ndarray, x: np.ndarray, clusters: np.ndarray, *, level: float = 0.99) -> Estimate:
-    """Estimate the slope of y on x by least squares over points that come in clusters.
+    """Estimate the slope of y on x by least squares over clustered points.
 
     Args:
         y, x: [n]; for acceptance and entropy of contexts at one version, no drift exists between points. The
@@ -185,7 +185,7 @@ def instrumented_slope(
 ) -> Interval:
     """Estimate the slope of y on x over the first steps, with a linear trend, where x has errors.
 
-    The interval inverts the test of each candidate slope b, so it covers even where x hardly moves:
+    The interval inverts the test of each candidate slope b, so it covers the slope even where x hardly moves:
 
         {b : (z'(y - b x))^2 <= t^2 z'Rz s^2(b)},   z: the instrument, R: correlations of the residuals
 
@@ -221,7 +221,7 @@ def instrumented_slope(
 
 
 def _nonpositive_range(square: float, half_linear: float, constant: float) -> tuple[float, float]:
-    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line where that is no interval."""
+    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line if that is no interval."""
     if square <= 0:
         return -inf, inf
     root = sqrt(max(0.0, half_linear * half_linear - square * constant))
@@ -229,7 +229,7 @@ def _nonpositive_range(square: float, half_linear: float, constant: float) -> tu
 
 
 def contrast(series: np.ndarray, weights: np.ndarray, *, level: float = 0.95) -> Interval:
-    """Estimate a weighted sum of a series, such as the mean of its end minus that of its begin.
+    """Estimate a weighted sum of a series, such as the mean of its end minus the mean of its beginning.
 
     Args:
         series: [n] in order of time.
@@ -294,7 +294,7 @@ def _residual_noise(series: np.ndarray) -> tuple[float, float]:
     if power <= 1e-24:
         return 0.0, 0.0
 
-    # Fewer points cannot show the correlation once the drift is taken away: assume the largest.
+    # With fewer points the correlation cannot be estimated after subtracting the drift: assume the largest.
     correlation = MAX_RESIDUAL_CORRELATION
     if n > DRIFT_DEGREE + 3:
         measured = float(residuals[1:] @ residuals[:-1]) / power

@@ -1,7 +1,7 @@
-"""Runs that are compared: named by the settings that differ, seeds of one configuration as one arm.
+"""Groups compared runs into arms: the seeds of one configuration, named by the settings that differ.
 
-Owns which runs belong together and what an arm's records are: the means over its seeds. The intervals of an
-arm are over seeds (Student's t), because a run is one draw: it does not show what another seed gives.
+Owns which runs belong together and the records of an arm, which are means over its seeds. The intervals of an
+arm are over seeds (Student's t), because a run is one sample: it does not show the result of another seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpipe.metrics.runs import RunData, flat_settings
 from rlpipe.metrics.statistics import Z95, Estimate, Interval, t_quantile
 
 SEED = "run.seed"
-SAME = ("run.dir", "metrics.")  # where a run is and what is recorded of it: no difference between arms
+SAME = ("run.dir", "metrics.")  # a run's place and its recordings: no difference between arms
 
 
 def differing(runs: Sequence[RunData]) -> dict[str, list[str]]:
@@ -36,7 +36,7 @@ def name_by_settings(runs: Sequence[RunData]) -> None:
 
 
 def pool_seeds(runs: Sequence[RunData]) -> list[RunData]:
-    """Return the arms of a comparison: runs that differ in run.seed only become one, the mean over them.
+    """Return the arms of a comparison: runs that differ only in run.seed become one arm, their mean.
 
     Runs with the same seed stay separate, since they are not independent; so do those that ended before their
     first step, which have nothing to average.
@@ -53,7 +53,7 @@ def pool_seeds(runs: Sequence[RunData]) -> list[RunData]:
         seeds = [flat_settings(run.settings).get(SEED) for run in group]
         groups += [group] if len(set(seeds)) == len(group) else [[run] for run in group]
 
-    # An arm has the name of its settings; a single run keeps its own.
+    # An arm has the name of its settings; a single run keeps its own name.
     first = [group[0] for group in groups]
     between = {n: row for n, row in differing(first).items() if n != SEED and not n.startswith(SAME)}
     texts = _texts(first, between)
@@ -91,7 +91,7 @@ def _texts(runs: Sequence[RunData], rows: dict[str, list[str]]) -> list[str]:
 
 
 def _mean_of(runs: list[RunData], name: str) -> RunData:
-    """Return the arm: at every step the means of what all seeds observed."""
+    """Return the arm: at every step the means of the values that all seeds observed."""
     by_step = [{record[STEP]: record for record in run.records} for run in runs]
     shared = sorted(set.intersection(*map(set, by_step)))
     records = [_mean_record([steps[step] for steps in by_step]) for step in shared]

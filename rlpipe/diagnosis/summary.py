@@ -1,7 +1,7 @@
-"""The summary of a run: what came out, what bound it, why acceptance moved, and what to set.
+"""The summary of a run: its result, its bottleneck, why acceptance moved, and which settings to change.
 
 Owns the lines and their order. Flow: RunData -> `summarize` -> lines for the top of the report and for
-`rlpipe analyse`; `problems` has the table of what can be wrong, `explanation` the statement on acceptance.
+`rlpipe analyse`; `problems` has the table of possible problems, `explanation` the statement on acceptance.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlpipe.diagnosis.problems import REWARD, Finding, change_of, ends_of, late,
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
-EXPLAINED = ("stale_draft", "stale_engine")  # advice on acceptance: `explanation` has the one statement
+EXPLAINED = ("stale_draft", "stale_engine")  # advice on acceptance: `explanation` makes that statement
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Summary:
-    """lines: (label, sentence), in order. findings: the conclusions they rest on, the sure ones first."""
+    """lines: (label, sentence), in order. findings: the conclusions behind them, the sure ones first."""
 
     lines: list[tuple[str, str]]
     findings: list[Finding]
@@ -117,7 +117,7 @@ def _throughput(run: RunData) -> str:
 
 
 def _changed(run: RunData) -> str:
-    """Name the settings that differ since a resume; another gamma changes what rates of all depths mean."""
+    """Name the settings that differ since a resume; gamma changes the meaning of rates of all depths."""
     changes, changed = [], {}
     for event in run.events:
         if event.get("kind") == "start":
@@ -183,7 +183,7 @@ def _bound_by_generation(run: RunData, share: float) -> Finding:
     in_environment, attempt = (late(run, f"timing_s/{part}") for part in ("sandbox", "gen"))
 
     if engine < 0.5 and env > max(0.6, engine) and in_environment > 0.5 * attempt:
-        # Upper bound: engines that never idle would shorten only the time that is waited for rollouts.
+        # Upper bound: engines that never idle would shorten only the wait for rollouts.
         gain = 1 / (1 - share * (1 - engine)) - 1
         return Finding(
             name="slow_environment",

@@ -7,8 +7,8 @@ Owns the rule, which needs only the text:
     code        any other fenced block, and the body of a here-document within a tool call
     prose       everything else: reasoning, answers, and the token that ends the turn
 
-Marks (tags, fences) belong to what they enclose; an unclosed one lasts until the end of the turn. A token is
-of the class of its first character.
+Marks (tags, fences) belong to the text that they enclose; an unclosed mark lasts until the end of the turn. A
+token has the class of its first character.
 """
 
 from __future__ import annotations

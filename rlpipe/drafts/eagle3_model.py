@@ -4,15 +4,15 @@ Owns the equations and the files; owns no loss, no target and no generation (the
 `rlpipe.rollout.embedded.eagle3`). With features f_t (outputs of some layers of the target at t,
 concatenated), e_s the target's embedding of token s, and step k (1-based) of the drafts from anchor t:
 
-    g_1[t] = fc(f_t),  g_k[t] = h_{k-1}[t]                  what a step reads: the target, then itself
+    g_1[t] = fc(f_t),  g_k[t] = h_{k-1}[t]                  input of a step: the target, then its own state
     h_k[t] = layer(g_k[t], e_{t+k}),  RoPE position t + k - 1
     logits = lm_head(norm(h_k[t]))                          predict token t + k + 1
 
     layer(g, e):  y = g + attention([token norm(e), hidden norm(g)]);  h = y + mlp(norm(y))
 
-Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own states, and attend as they will
-when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of anchor t. No loss compares h with
-features of the target. One step is a draft trained without the test.
+Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own states. They attend as they
+will when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of anchor t. No loss compares h with
+features of the target. With only one step a draft is trained without the test.
 
 Deviation: a token outside a reduced vocabulary has probability exp(-60) in training (`drafts.vocabulary`).
 """
@@ -38,7 +38,7 @@ from rlpipe.types import Trajectory
 
 
 class Eagle3(nn.Module):
-    """A draft; state dict names are those of its checkpoint.
+    """A draft. The names in its state dict are those of its checkpoint.
 
     shape: dimensions. ids: [draft_vocab] int64, ascending target ids of its vocabulary; None for all.
     """
@@ -65,7 +65,7 @@ class Eagle3(nn.Module):
         return draft_ids(self.d2t) if self.shape.reduced else None
 
     def initialize(self, target: Mapping[str, Tensor], seed: int) -> None:
-        """Initialize with noise, and with norm and head of the target; target: its weights by HF name."""
+        """Initialize with noise, and norm and head with the target's. target: its weights by HF name."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for module in self.modules():
@@ -83,12 +83,12 @@ class Eagle3(nn.Module):
         """Compute states h_1 .. h_K [B, T, H] of all anchors, teacher-forced.
 
         features: [B, T, layers * H] of anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H] of
-        the tokens t + 1 .. t + K. Anchors with padding for a token must be masked out. past: an empty list,
-        which receives keys and values of the steps.
+        the tokens t + 1 .. t + K. Anchors whose tokens include padding must be masked out. past: an empty
+        list, which receives keys and values of the steps.
 
-        The training-time test of steps 2 .. K reads the draft's own states but the given tokens, as EAGLE-3's
-        published code does. Tokens that it predicts itself, as the notes (eagle_mtp_notes) have it, are read
-        by `draft.objective=own_kl`.
+        In steps 2 .. K the training-time test reads the draft's own states but the given tokens, as EAGLE-3's
+        published code does. The notes (eagle_mtp_notes) let it read the tokens that the draft itself
+        predicts; `draft.objective=own_kl` does that.
         """
         state, states = self.fc(features), []
         past = [] if past is None else past
@@ -170,7 +170,7 @@ class _Layer(nn.Module):
 
 
 class Windows:
-    """Drafts from some anchors, G from each, that read their own tokens, as in an engine.
+    """Drafts from some anchors, G from each. They read their own tokens, as in an engine.
 
     They continue from a finished first step: step k of a window attends to step 1 of the anchors 0 .. t of
     its row and to its own steps 2 .. k, as in `Eagle3.unroll`, and the gradient flows into both.
@@ -201,9 +201,9 @@ def unrolled_attention(
 
     query: [B, heads, T, d] of the last step in past. past: keys and values [B, heads, T, d] of steps 1 .. k.
     Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
-    scores of step 1, [B, heads, T, T], are written out.
-    unseen: bool, broadcasts to [B, heads, T, S]: which of S keys of step 1 an anchor does not see, where
-    these are not the anchors 0 .. T - 1.
+    scores of step 1, [B, heads, T, T], are stored in full.
+    unseen: bool, broadcasts to [B, heads, T, S]: the keys of step 1, of S, that an anchor does not see, for
+    keys other than those of anchors 0 .. T - 1.
     """
     (keys, values), later = past[0], past[1:]
     query = query * query.shape[-1] ** -0.5
@@ -211,7 +211,7 @@ def unrolled_attention(
     if unseen is None:
         unseen = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
 
-    # Scores of step 1 by a product over anchors, those of the later steps anchor by anchor.
+    # Scores of step 1 are one product over anchors, those of later steps are computed anchor by anchor.
     scores = [(query @ keys.transpose(2, 3)).masked_fill(unseen, float("-inf"))]
     scores += [(query * key).sum(-1, keepdim=True) for key, _ in later]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
@@ -257,7 +257,7 @@ def read_draft(
 ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
     """Read shape and weights of the draft in a directory, on the CPU; target: `config.json` of its target.
 
-    An embedding in the draft's files is left out, as SGLang does: the target's is used.
+    An embedding in the draft's files is left out, as in SGLang: the target's embedding is used.
     Raises ValueError, as `read_shape` and for missing, unknown or misshapen tensors and an impossible
     vocabulary.
     """

@@ -1,9 +1,9 @@
 """The draft inside Megatron's GPTModel: its layers, unrolled on demand.
 
-Owns how hidden states of the target become hidden states of the draft; owns no loss and no weights.
-Megatron's stock MTP rolls the tokens of a row by one per depth and attaches its loss to the target's graph;
-here the caller chooses the token that each anchor reads, so anchors may lie in any layout, and nothing runs
-unless this function is called: a frozen draft costs a policy step nothing.
+Owns the way from the target's hidden states to the draft's; owns no loss and no weights. Megatron's stock MTP
+rolls the tokens of a row by one per depth and attaches its loss to the target's graph. Here the caller
+chooses the token that each anchor reads, so anchors may have any layout. Nothing runs unless this function is
+called: a frozen draft adds no cost to a policy step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def draft_hidden_states(
     Depth k at anchor t reads token t + k and depth k - 1 at anchor t; its logits (through the shared head)
     predict token t + k + 1. Returns K tensors [S, B, H]; anchors with padding for a token must be masked out.
 
-    A single MTP layer serves every depth (MiMo); of several, each serves its own (DeepSeek-V3), and the last
-    one those beyond. Target, embedding and head get no gradient from here: they are detached.
+    A single MTP layer serves every depth (MiMo). Of several layers, each serves its own depth (DeepSeek-V3),
+    and the last one also the deeper ones. Target, embedding and head get no gradient from here: they are
+    detached.
     The first depth of each layer equals the decoding engine exactly. Where a layer serves more, anchors
     attend to keys of the same depth and the engine attends to keys of the layer's first: on the shipped model
     the acceptance length is 3.645 against 3.651, so this simple form is used.

@@ -1,7 +1,7 @@
-"""The trainer of a draft that is not a part of the policy: plain torch together with its target, one process.
+"""The trainer of a draft outside the policy: plain torch together with its target, in one process.
 
-Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.protocols`) is
-the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
+Owns the draft, its optimizer, and the path from a packed batch to its loss. The target (`drafts.protocols`)
+is the engine's model, so the features trained on are the ones drafted from. It runs without gradients, a few
 rows at a time. Before RL (`rlpipe.adapt`) it is frozen; during RL (`TrainerWorker`) it gets the policy's
 weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives: `rlpipe.drafts.loss`.
 
@@ -388,4 +388,4 @@ class SavingDraft:
             self._draft.save(self._hf, self._state["draft"])
 
     def finish(self) -> None:
-        """Do nothing: `write` was all."""
+        """Do nothing: `write` has done everything."""

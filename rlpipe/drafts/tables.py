@@ -1,7 +1,7 @@
 """Draft and target at every context of a trajectory, as a probe reads them (`rlpipe.diagnosis.probe`).
 
-Owns the columns, for a draft with a distribution (`context_tables`) and for one that is looked up
-(`guesses_of`, `as_candidates`, `lookup_table`). Runs no model: the trainers compute what enters here.
+Owns the columns, both for a draft with a distribution (`context_tables`) and for one that is looked up
+(`guesses_of`, `as_candidates`, `lookup_table`). Runs no model: the trainers compute the inputs.
 
 A context is a position from which depth 1 drafts a token: one inside a turn, whose first token comes from the
 prefill. Depth k drafts the token k - 1 further on, given the realised tokens before it.
@@ -70,8 +70,8 @@ def guesses_of(
     """Return the contexts [n] of a trajectory and what is looked up at each, [n, spec.gamma].
 
     guess: of the drafter (`drafts.kinds.DrafterFunctions`). -1 where a guess is not verified: beyond the
-    turn, or after one that is not the realised token. The text decides that, so the guesses of fixed contexts
-    stay while the target moves.
+    turn, or after one that is not the realised token. Guesses depend only on the text, so those of fixed
+    contexts stay the same while the target moves.
     """
     tokens, sampled, depths = trajectory.token_ids, trajectory.loss_mask, spec.gamma
     positions = np.flatnonzero(sampled[1:] & sampled[:-1]) + 1
@@ -89,10 +89,10 @@ def guesses_of(
 
 
 def as_candidates(trajectory: Trajectory, positions: np.ndarray, guesses: np.ndarray) -> Trajectory:
-    """Return a copy that has the guesses as candidates of its sampled tokens, to be scored by the target.
+    """Return a copy with the guesses as candidates of its sampled tokens, to be scored by the target.
 
-    positions: [n], contexts. guesses: [n, depths], token ids, -1 for none; as `guesses_of` returns both.
-    Candidate k of a token is what depth k guessed it to be.
+    positions: [n], contexts. guesses: [n, depths], token ids, -1 for none; both as returned by `guesses_of`.
+    Candidate k of a token is the guess of depth k for it.
     """
     depths = guesses.shape[1]
     ids = np.full((len(trajectory.token_ids) + depths, depths), -1)

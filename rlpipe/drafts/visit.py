@@ -5,8 +5,8 @@ sampled from the target, the token at i of a step came from an accepted draft wi
 
     a_i = min(1, q_i(x_i) / p_i(x_i)),   independently of the others,
 
-because min(p, q)(x) of the mass p(x) comes from drafts and the rest from the residual. A step at anchor t
-that accepts j drafts emits j + 1 tokens, so the next one starts at t + j + 1:
+because the part min(p, q)(x) of the mass p(x) comes from drafts and the remainder from the residual. A step
+at anchor t that accepts j drafts emits j + 1 tokens, so the next one starts at t + j + 1:
 
     P_t(j) = a_1 ... a_j (1 - a_{j+1}),  a_{gamma+1} = 0
     visit(t) = [t starts a turn] + sum_j visit(t - j - 1) P_{t-j-1}(j)
@@ -14,9 +14,9 @@ that accepts j drafts emits j + 1 tokens, so the next one starts at t + j + 1:
 and sum_t visit(t) is the expected number of verify steps (notes/mtp_objectives). Its gradient comes from
 the value function V(t) = 1 + sum_j P_t(j) V(t + j + 1): d steps / d P_t(j) = visit(t) V(t + j + 1).
 
-None of this holds for text that another source wrote (prompts, tool output, another model): a_i averages to
-another number there, so training refuses such text (`rlpipe.preflight.settings`). Under staleness the tokens
-are of an earlier policy, and what is computed is off by as much as the two policies differ.
+None of this holds for text from another source (prompts, tool output, another model): there the mean of a_i
+is a different number, so training refuses such text (`rlpipe.preflight.settings`). Under staleness the tokens
+are those of an earlier policy, and the error of the result is as large as the two policies differ.
 
 All functions take accept [B, T, K], the a_i of depth 1..K at anchor t, and mask [B, T, K]; an anchor is
 active where depth 1 is unmasked, a masked depth ends the chain, steps never cross into another turn. Cost:

@@ -1,9 +1,9 @@
-"""Logits over all tokens, of a draft that knows a part of the vocabulary.
+"""Logits over all tokens, of a draft whose vocabulary is a part of the target's.
 
-A token that the draft does not know has probability exp(-60) in training instead of 0, so that any loss is
-finite over the full vocabulary (a KL from the target would be infinite); an engine never drafts it. Gradients
-flow through its log-probability as through any: the forward KL pulls q to the target's distribution among the
-known tokens, times the target's mass on them.
+In training a token outside the draft's vocabulary has probability exp(-60) instead of 0, so that every loss
+is finite over the full vocabulary (a KL from the target would be infinite). An engine never drafts it.
+Gradients flow through its log-probability as through any other: the forward KL pulls q to the target's
+distribution among the known tokens, times the target's mass on them.
 """
 
 from __future__ import annotations

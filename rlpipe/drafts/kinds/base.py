@@ -1,4 +1,4 @@
-"""The functions that make a drafter: what preflight, the trainer and the engines call by `spec.drafter`."""
+"""The functions that define a drafter: preflight, the trainer and the engines call them by `spec.drafter`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MakeTrainer(Protocol):
-    """Builds the trainer of a draft model that has a directory of its own."""
+    """Builds the trainer of a draft model that has a separate directory."""
 
     def __call__(
         self,
@@ -29,10 +29,10 @@ class MakeTrainer(Protocol):
         *,
         train_alongside: Callable[..., DraftTrainer],
     ) -> DraftTrainer:
-        """Build it.
+        """Build the trainer.
 
-        start: directory of the draft to train; empty: one that the settings name, or a new one.
-        trajectories: what a new draft will learn from, as far as it is known.
+        start: directory of the draft to train; empty: the one that the settings name, or a new draft.
+        trajectories: the data that a new draft will learn from, as far as it is known.
         train_alongside: makes a trainer of the draft around its target (`actors.trainers.train_alongside`).
         """
         ...
@@ -46,14 +46,14 @@ def _accept(*_: object) -> None:
 class DrafterFunctions:
     """Functions of one drafter; its properties are `config.drafters.KINDS`. Checks raise ValueError.
 
-    guess: (tokens of the text [T], count, settings) -> `count` tokens guessed to follow; for a drafter that
-        has no model.
-    make_trainer: for a draft model with a directory of its own.
-    check_served: refuses settings with which it cannot draft for the model that generates.
-    check_sglang: refuses drafts that SGLang would compute otherwise than the trainer; given the target's
-        config.json and the server's settings.
-    check_trained: refuses to train it in `mtp_adapt`; given the target's config.json.
-    check_cotrained: refuses to train it together with the policy.
+    guess: (tokens of the text [T], count, settings) -> `count` tokens guessed to follow; for a drafter
+        without a model.
+    make_trainer: for a draft model with a separate directory.
+    check_served: refuses settings under which it cannot draft for the model that generates.
+    check_sglang: refuses drafts that SGLang would compute differently from the trainer. Arguments: the
+        target's config.json and the server's settings.
+    check_trained: refuses drafts that `mtp_adapt` cannot train. Argument: the target's config.json.
+    check_cotrained: refuses settings under which the draft cannot be trained with the policy.
     """
 
     guess: Callable[[np.ndarray, int, SpecConfig], np.ndarray] | None = None

@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft in a directory of its own; its trainer reads features of a copy of the target.
+"""An EAGLE-3 draft in a separate directory; its trainer reads features of a copy of the target.
 
 Settings, shape and files: `rlpipe.config.eagle3`.
 """
@@ -30,9 +30,9 @@ def make_trainer(
     *,
     train_alongside: Callable[..., DraftTrainer],
 ) -> DraftTrainer:
-    """Make the trainer of the draft in directory `start`, of that in `eagle3.start`, or of a new one.
+    """Make the trainer of the draft in directory `start`, of the one in `eagle3.start`, or of a new one.
 
-    trajectories: their sampled tokens choose a reduced vocabulary of a new draft.
+    trajectories: a new draft's reduced vocabulary is chosen from their sampled tokens.
     train_alongside: builds the trainer around the target (`actors.trainers.train_alongside`).
     Raises ValueError for a target the engine cannot run, or settings that do not fit it.
     """
@@ -51,7 +51,7 @@ def make_trainer(
 
 
 def check_served(config: Config, served: HfConfig) -> None:
-    """Refuse a directory without a draft for what is served. Raises ValueError."""
+    """Refuse a directory without a draft for the served model. Raises ValueError."""
     _check_rotary(served)
     read_shape(resolve(config.spec.draft_path), served)
 
@@ -67,7 +67,7 @@ def _check_rotary(target: HfConfig) -> None:
 
 
 def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> None:
-    """Refuse a draft that SGLang 0.5.23 would not load, or would compute otherwise than it was trained.
+    """Refuse a draft that SGLang 0.5.23 would not load, or would compute differently from its training.
 
     Raises ValueError with the setting, its value and a hint.
     """
@@ -81,7 +81,7 @@ def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> No
             "eagle3.draft_vocab=0, or rollout=embedded."
         )
     depth, layers = int(target["num_hidden_layers"]), list(shape.layers)
-    # A model gives the inputs of the layers after these, in their order, and a draft leaves fc out where its
+    # A model returns the inputs of the layers after these, in their order; a draft leaves fc out where its
     # input is no wider than its state (models/qwen2.py:462, models/llama_eagle3.py:238).
     if len(layers) < 2 or layers != sorted(layers) or layers[-1] == depth - 1:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Drafts without a model, by lookup in the text.
 
-Needs no pass and no training; pays off where text repeats itself, as edits of a file do.
+Needs no forward pass and no training. It pays off where text repeats itself, as in edits of a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objectives that train a draft, with what they need: row statistics, per-depth sums, alignment."""
+"""Objectives that train a draft, and their inputs: row statistics, per-depth sums, alignment."""
 
 from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.alignment import DepthTargets, depth_targets

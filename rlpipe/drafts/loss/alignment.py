@@ -1,9 +1,9 @@
 """Alignment of sequences with depths: the tokens and anchors that a loss compares, [N, K].
 
-Depth k (1-based) at anchor t read tokens up to t + k; draft and target (the backbone at position t + k)
+Depth k (1-based) at anchor t reads tokens up to t + k. Draft and target (the backbone at position t + k)
 both predict token t + k + 1. An engine's verify step at anchor t knows token t + 1 and drafts t + 2
-onwards, so the first step of a turn that begins at token s has the anchor s - 1, the last prompt token:
-the turn's first token comes from the prefill and is never drafted.
+onwards. So the first step of a turn that begins at token s has the anchor s - 1, the last prompt token: the
+turn's first token comes from the prefill and is never drafted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
     """Align all anchors of some sequences: tokens, mask and turn starts.
 
     tokens: [B, T] int64. sampled: [B, T] bool, the tokens that the model sampled (not prompt, not
-    padding); turns are its runs. Sequences packed into one row need an unsampled token between turns.
+    padding); a turn is a run of them. Sequences packed into one row need an unsampled token between turns.
 
     >>> targets = depth_targets(torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0]]).bool(), depths=2)
     >>> targets.mask.int().tolist()  # token 2 is sampled by the prefill; 3 and 4 are drafted

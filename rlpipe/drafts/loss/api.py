@@ -34,7 +34,7 @@ def mtp_loss(
     kind: see `DraftObjective`; each is defined in `rlpipe.drafts.objectives.supervised`. draft_logits,
     target_logits: [N, K, V], any float dtype, any strides; -inf padding is allowed. Under tensor parallelism
     V is the shard, all shards equal, in rank order. The target is a constant. mask: [N, K] bool, rows that
-    count; masked rows get a gradient of exactly 0 and may hold anything.
+    count; masked rows get a gradient of exactly 0 and may have any content.
     tokens: [N, K] int64, the realised tokens (sampled from the target for `e2e_chain`, `e2e_block`,
     `verify_steps` and visits); statistics of acceptance lengths need them too.
     anchors: uniform, by visit, or [N] weights >= 0. turn_starts: [B, T] bool with N = B * T.
@@ -42,7 +42,7 @@ def mtp_loss(
     normalizer: divisor of the summed loss, for gradient accumulation; None: this call's own weight.
 
     Returns the scalar loss (0 where all rows are masked) and `MtpStats`, detached sums.
-    Raises ValueError for arguments that do not fit together, and for an objective on hidden states.
+    Raises ValueError for arguments that contradict each other, and for an objective on hidden states.
 
     >>> logits = torch.tensor([[[1.0, 2.0, 3.0]]])
     >>> loss, stats = mtp_loss("tv", logits, logits, mask=torch.tensor([[True]]))
@@ -88,7 +88,7 @@ def mtp_loss(
 def check_rows(
     objective: Objective, mask: Tensor, tokens: Tensor | None, *, rows: torch.Size, temperature: float
 ) -> None:
-    """Raise ValueError where mask, tokens or temperature do not fit `rows`, [N, K]."""
+    """Raise ValueError where mask, tokens or temperature do not match `rows`, [N, K]."""
     if mask.shape != rows or mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool {list(rows)}, got {mask.dtype} {list(mask.shape)}.")
     if tokens is not None and tokens.shape != rows:

@@ -52,7 +52,7 @@ class Objective:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether realised tokens enter."""
+        """Whether the loss reads realised tokens."""
         return self.visiting or self.formula.needs_tokens
 
     def total_and_weight(self, rows: Rows, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Fused head and loss: from hidden states to the loss without a [N, K, V] tensor.
 
-Owns the walk over anchors; the passes over the vocabulary and the objectives are those of `mtp_loss`. Per
-chunk of C anchors there are K * C draft rows and one target row per position, shared by the depths through
-a halo (depth k at anchor n is compared with position n + k):
+Owns the loop over anchors; the passes over the vocabulary and the objectives are those of `mtp_loss`. Per
+chunk of C anchors there are K * C draft rows and one target row per position. The depths share the target
+rows through a halo (depth k at anchor n is compared with position n + k):
 
     z = draft_hidden[n : n + C] W^T         [C, K, V]
     y = target_hidden[n + 1 : n + C + K] W^T       [C + K - 1, V], seen as [C, K, V] by strides
@@ -10,7 +10,7 @@ a halo (depth k at anchor n is compared with position n + k):
 
 Stretches without an unmasked anchor (prompts, padding) are skipped; finding them reads the mask on the host.
 No product is computed twice, except where the gradient of an anchor depends on all others (`verify_steps`,
-visit weights): then a first walk measures and a second one recomputes the logits. The gradient is complete
+visit weights): then a first pass measures and a second one recomputes the logits. The gradient is complete
 after the forward pass; backward only scales it. Retained: [N, K, H] and, on request, the head's gradient.
 """
 
@@ -73,10 +73,10 @@ def linear_mtp_loss(
     head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is this rank's shard; the
     hidden states are complete and equal on all ranks, and so is their gradient.
     vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never sampled.
-    draft_ids: [D] int64, ascending rows of head_weight (of the shard) that the draft multiplies; it knows no
-    other token, see `drafts.vocabulary`. None for all.
-    chunk_bytes: bound on the draft logits held at once, None for the device's default. For the
-    others see `mtp_loss`.
+    draft_ids: [D] int64, ascending rows of head_weight (of the shard) that the draft multiplies. Other tokens
+    are outside its vocabulary, see `drafts.vocabulary`. None for all.
+    chunk_bytes: bound on the draft logits held at once, None for the device's default. For the other
+    arguments see `mtp_loss`.
     """
     objective = Objective(
         kind=DraftObjective(kind),
@@ -221,7 +221,7 @@ class _Walk:
     def measured_for_loss(
         self, part: slice, logits: Sequence[Tensor], measured: Measured
     ) -> tuple[tuple[Tensor, Tensor], Measured]:
-        """Return logits and rows that the loss reads: of the draft's largest logits, where it says so."""
+        """Return the logits and rows that the loss reads: the draft's largest logits, if it says so."""
         draft, target = logits
         if (top := self.objective.formula.top) is None:
             return (draft, target), measured
@@ -248,7 +248,7 @@ class _Walk:
         inputs: tuple[Tensor, Tensor],
         grads: tuple[Tensor, Tensor | None],
     ) -> None:
-        """Write a chunk's gradient by the hidden states; add that by the head, in float32.
+        """Write a chunk's gradient by the hidden states, and add its gradient by the head, in float32.
 
         inputs: hidden states, and the rows of the head that the draft multiplies. grads: of hidden states and
         head.
@@ -308,7 +308,7 @@ def spans(anchors: list[int], step: int) -> Iterator[slice]:
 
 
 class _LinearTotal(torch.autograd.Function):
-    """Numerator of the loss; the gradient is computed on the way forward."""
+    """Numerator of the loss; the gradient is computed in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, walk: _Walk) -> Tensor:
@@ -319,7 +319,7 @@ class _LinearTotal(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         draft_weight = walk.draft_weight(weight) if grad_hidden is not None else weight
 
-        # Most objectives need one walk: a chunk's gradient depends on its own rows.
+        # Most objectives need one pass: a chunk's gradient depends on its own rows.
         rows, loss_rows = (Rows.zeros(walk.mask, compute_dtype(hidden)) for _ in range(2))
         for part, *logits in walk.chunks(hidden, weight):
             measured = walk.measured(part, *logits)

@@ -1,7 +1,7 @@
 """Row statistics as one differentiable function, over vocabulary shards and backends.
 
-Owns the order of passes, reductions and what is saved; the passes are the backends' (`torch_rows`,
-`rlpipe.drafts.kernels.tv`), the objectives are `definitions`'. Flow:
+Owns the order of passes, the reductions and the choice of what is saved. The backends own the passes
+(`torch_rows`, `rlpipe.drafts.kernels.tv`), `definitions` owns the objectives. Flow:
 
     normalizers --MAX, SUM--> overlaps --SUM--> Rows [N, K] --objective--> coefficients --> gradient
 
@@ -25,7 +25,7 @@ from rlpipe.drafts.loss.torch_rows import Sums
 
 
 class Backend(Choice):
-    """Code that passes over the vocabulary."""
+    """Implementation of the passes over the vocabulary."""
 
     AUTO = "auto"  # triton for CUDA tensors where it is installed, else torch
     TORCH = "torch"
@@ -146,7 +146,7 @@ def first_choices(
 ) -> Tensor:
     """Compute p(argmax q), the acceptance under target-only, and 1[realised token = argmax q]: [2, N, K].
 
-    draft, target: [N, K, V of the shard]; they were measured with the realised tokens.
+    draft, target: [N, K, V of the shard]; measured with the realised tokens.
     """
     # Under tensor parallelism the argmax belongs to the shard with the largest logit.
     largest, choice = draft.max(-1)

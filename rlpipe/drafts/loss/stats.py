@@ -26,7 +26,7 @@ BY_DEPTH = (
 
 @dataclass(slots=True, kw_only=True)
 class MtpStats:
-    """Sums over the unmasked rows of each depth, [K] float64 unless stated; nothing waits for the device.
+    """Sums over the unmasked rows of each depth, [K] float64 unless stated; no sum waits for the device.
 
     count: rows. alpha: overlap sum_v min(p, q), the acceptance rate under rejection. draft_entropy,
     target_entropy, kl (target || draft), reverse_kl: nats. target_above, draft_above: mass of the target
@@ -60,7 +60,7 @@ class MtpStats:
     ) -> MtpStats:
         """Sum rows [N, K] whose masked entries are 0.
 
-        mask: [N, K] bool. loss, weight: scalars. visits: of the same anchors; None counts no engine's steps.
+        mask: [N, K] bool. loss, weight: scalars. visits: of the same anchors; None: no engine counts.
         """
         depth = {name: getattr(rows, name).detach().double().sum(0) for name in BY_DEPTH}
         zeros = torch.zeros_like(depth["alpha"])

@@ -1,8 +1,8 @@
 """The expected speed-up of a drafted window, by its exact gradient; under chain and block verification.
 
 From an anchor the drafter writes d = d_1 .. d_K, d_t ~ q_t = q(. | d_<t); the target has p_t = p(. | d_<t).
-Verification accepts the first k drafts and the step emits k + 1 tokens. It costs one pass of the target and K
-drafts of c passes each, whatever is accepted. Against one token per pass the speed-up is
+Verification accepts the first k drafts and the step emits k + 1 tokens. Whatever is accepted, the step costs
+one pass of the target and K drafts of c passes each. Against one token per pass the speed-up is
 
     f(k) = (1 + k) / (1 + c K),      R(theta) = E_{d ~ q} E_{coins} f(k).
 
@@ -19,19 +19,18 @@ so (1 + c K) R = 1 + sum_j E_d S_j(d), and no coin is left to be sampled.
     grad E_d S_j = E_d [ S_j sum_{i <= j} grad log q_i(d_i)  +  grad S_j(d) ].
                          score-function term                    pathwise term
 
-PPOW (arXiv 2605.14978, §4.1), as any REINFORCE with a reward taken as given, has the first term only. In the
-second, S_j has a factor 1 / q_i(d_i) where r_i < 1 counts, so that - S_j grad log q_i(d_i) cancels the score
-term of that token altogether. Let clip_i = 1 where the minimum at i is 1: q_i(d_i) <= p_i(d_i) for the chain,
-q_i(d_i) <= S_{i-1} p_i(d_i) for the block. What is left is
+PPOW (arXiv 2605.14978, §4.1), like any REINFORCE that treats the reward as given, has only the first term. In
+the second, S_j has a factor 1 / q_i(d_i) where r_i < 1 counts, so that - S_j grad log q_i(d_i) cancels the
+score term of that token entirely. Let clip_i = 1 where the minimum at i is 1: q_i(d_i) <= p_i(d_i) for the
+chain, q_i(d_i) <= S_{i-1} p_i(d_i) for the block. The remaining terms are
 
     grad E_d S_j = E_d [ S_j sum_{i <= j} u_ij grad log q_i(d_i) ],
     chain:  u_ij = clip_i                    block:  u_ij = max(clip_i, .., clip_j)
 
 (block's S_j is r_{m+1} .. r_j, with m the last clip up to j, so its pathwise term cancels the tokens after
-m). In words: a token that the drafter proposes too often already is not made likelier for having been
-accepted.
+m). In words: acceptance does not make a token likelier if the drafter already proposes it too often.
 
-**Rao-Blackwell over the token.** For j = i the mean over d_i is a sum over the vocabulary, which is at hand:
+**Rao-Blackwell over the token.** For j = i the mean over d_i is a sum over the vocabulary, which is known:
 
     E[ S_i clip_i grad log q_i(d_i) | d_<i ] = S' sum_{v: clip_i(v)} grad q_i(v),
 
@@ -51,10 +50,10 @@ exactly, for any G >= 2. For K = 1 nothing in g is random: it is the gradient of
 
 `window_gradient` returns g as its derivative by log q, [W, G, K, V]: linear in the vocabulary. The tests
 compare the mean of (1) over all groups of windows with finite differences of R, to 1e-8. A tie q = p counts
-as a clip, as in `rlpipe.drafts.visit`; R has a kink there.
+as a clip, like in `rlpipe.drafts.visit`; R has a kink there.
 
-**Notes.** c scales R but does not turn its gradient, as K is fixed and every draft is paid for (PPOW's reward
-charges the accepted ones only). R is a mean over the anchors that were sampled: even ones where both
+**Notes.** c scales R but does not change the direction of its gradient, as K is fixed and every draft is paid
+for (PPOW's reward charges only the accepted ones). R is a mean over the sampled anchors: even ones where both
 `ppow.hard_start` and `ppow.hard_end` are 0. `e2e_tv` (Bebop Eq. 13) multiplies overlaps along a text of the
 target; here the windows are the drafter's own, and 1 + sum_j E_d S_j is what an engine emits from these
 anchors.

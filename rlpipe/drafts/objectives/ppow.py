@@ -1,15 +1,16 @@
 """PPOW: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2).
 
-**Bias.** The reward of a window d depends on the drafter itself, for a draft is accepted with min(1, p / q).
-PPOW differentiates the sampling of d only: of
+**Bias.** The reward of a window d depends on the drafter itself, because a draft is accepted with probability
+min(1, p / q). Of
 
     grad E_d[R] = E_d[ R grad log q(d) ] + E_d[ grad R(d) ]
 
-it has the first term. The second cancels the first at every token with q > p (`objectives.exact_window`), so
-PPOW makes likelier what the drafter proposes too often already, as long as it is accepted often enough. At
-single positions with random p and q the cosine between the two gradients is .77 to .82 on average, and it is
-negative in several percent of them (tests/unit/drafts/test_exact_window.py). `ppow` is the published
-objective; `ppow_exact` adds the second term (`missing_term`) and changes nothing else.
+PPOW has only the first term, as it differentiates only the sampling of d. The second term cancels the first
+at every token with q > p (`objectives.exact_window`), so PPOW makes tokens likelier that the drafter already
+proposes too often, as long as they are accepted often enough. At single positions with random p and q the
+cosine between the two gradients is .77 to .82 on average, and it is negative in several percent of them
+(tests/unit/drafts/test_exact_window.py). `ppow` is the published objective; `ppow_exact` adds the second term
+(`missing_term`) and changes nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
 class PpowStats:
     """Sums over drafted tokens, detached: divide by `tokens`.
 
-    clipped: tokens whose clipped term was the smaller. kl: KL(draft || target), nats. ratio: of the
+    clipped: tokens whose clipped term was the smaller one. kl: KL(draft || target), nats. ratio: of the
     drafter's probability to that at the time of drafting.
     """
 
@@ -101,7 +102,7 @@ def missing_term(
     draft_cost: float,
     config: PpowConfig,
 ) -> Tensor:
-    """Compute the pathwise term of each window, [W, G]; its gradient is what PPOW's leaves out.
+    """Compute the pathwise term of each window, [W, G]; its gradient is the part that PPOW leaves out.
 
     With R(d) the expectation of the reward over the coins and A = (R - mean) / (std + delta),
 
@@ -139,9 +140,10 @@ def measured_reward(
 ) -> Tensor:
     """Compute the reward of a measured speed-up, (1 + k) / (1 + c K) + 1[k = 0] R_dist (PPOW App. D).
 
-    A step takes as long whatever is accepted, so the speed-up that a clock shows is linear in k. Advantages
-    compare siblings and divide by their deviation: without R_dist they do not depend on c, and are those of
-    the number accepted. Arguments as of `reward`; draft_cost: c measured, as the report prints it.
+    A step takes the same time whatever is accepted, so the speed-up that a clock shows is linear in k.
+    Advantages compare siblings and divide by their deviation. Without R_dist they therefore do not depend on
+    c and equal those of the number accepted. Arguments as of `reward`; draft_cost: c measured, as the report
+    prints it.
     """
     rejected = (num_accepted == 0).float()
     if config.expected_reward:
@@ -171,7 +173,7 @@ def windows_loss(
     )
     total = mean * stats.tokens
 
-    # The value of the loss stays the published one: of the missing term only the gradient counts.
+    # The value of the loss stays the published one: only the gradient of the missing term is used.
     if exact:
         missing = missing_term(
             log_q,

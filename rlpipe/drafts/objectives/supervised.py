@@ -7,7 +7,7 @@ the weight of anchor n. Every loss is a ratio of sums, a mean over drafted token
     by depth:  sum_n w_n sum_k m_nk loss_nk / sum_n w_n sum_k m_nk
     by chain:  sum_n w_n (g_n - E[tau_n])   / sum_n w_n g_n,     g_n = leading unmasked depths of anchor n
 
-so a chain that the end of a turn cuts short counts for the depths it has.
+so a chain that is cut short by the end of a turn counts only the depths it has.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Supervised:
     accepted drafts of each anchor, [N]. by_sequence: rows, mask, turn_starts -> numerator and denominator.
     needs_tokens: whether realised tokens enter. needs_target: whether it has a KL term, whose gradient reads
     the target again. top: the number of largest draft logits that the rows are measured over (their
-    statistics are still those of all); None for all. features: whether `feature_distance` is added, which
-    needs hidden states.
+    statistics are still those of all); None for all. features: whether `feature_distance` is added; it needs
+    hidden states.
     """
 
     by_depth: Callable[[Rows], Tensor] | None = None
@@ -61,8 +61,8 @@ class Supervised:
 def hard_ce(rows: Rows) -> Tensor:
     """Compute the cross-entropy against the realised token, -log q(x): [N, K].
 
-    For tokens of the target an unbiased estimate of soft cross-entropy, the paper's "CE" (`kl`); for text of
-    others it teaches that text.
+    For tokens of the target it is an unbiased estimate of soft cross-entropy, the paper's "CE" (`kl`). For
+    text of other sources it trains the draft on that text.
     """
     return -rows.draft_logprob
 
@@ -98,7 +98,7 @@ def tv_clamp(rows: Rows) -> Tensor:
 
 
 def eagle1(rows: Rows) -> Tensor:
-    """Compute 0.1 KL(p || q), the part of EAGLE-1's loss that is about tokens: [N, K].
+    """Compute 0.1 KL(p || q), the part of EAGLE-1's loss on tokens: [N, K].
 
     The other part, of weight 1, is `feature_distance`. Source: EAGLE (arXiv 2401.15077, section 4.2), with
     KL for its cross-entropy against the target's distribution, which has the same gradient.

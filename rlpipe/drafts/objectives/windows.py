@@ -4,7 +4,7 @@ Sampling, drafting and verification of windows are `rlpipe.drafts.windows`, the 
 drafter; their settings are the section `ppow`.
 
     ppow          published: score-function term only, clipped, with a KL       `objectives.ppow`
-    ppow_exact    the same with the pathwise term that it misses               `objectives.ppow`
+    ppow_exact    the same with its missing pathwise term                      `objectives.ppow`
     ppow_measured published, with the speed-up of a step as its reward         `objectives.ppow`
     exact_window  exact gradient of the expected speed-up, chain verification  `objectives.exact_window`
     exact_block   the same under block verification                            `objectives.exact_window`
@@ -28,7 +28,7 @@ from rlpipe.spec.verify import verify_block, verify_chain
 from rlpipe.spec.verify.verdict import Verdict
 
 # (windows, share of them sampled by score, settings) -> sum over drafts of the loss, a scalar, and totals.
-# It is the sum of those of parts of the windows: a part has all siblings of its anchors.
+# It is a sum over parts of the windows, each with all siblings of its anchors.
 WindowsLoss = Callable[[Rollout, float, PpowConfig], tuple[Tensor, PpowTotals]]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 def speedup_reward(num_accepted: Tensor, draft_cost: float) -> Tensor:
     """Compute R_speedup = k / (k c + 1), c the cost of a drafted token in verify steps. [...] -> [...].
 
-    The paper charges for accepted drafts only, though a step drafts K of them in any case.
+    The paper charges only for accepted drafts, although a step always drafts K of them.
 
     >>> speedup_reward(torch.tensor([0, 3]), 0.5).tolist()
     [0.0, 1.2000000476837158]
@@ -25,7 +25,7 @@ def proximity_gap(reference_logprobs: Tensor, drafted_logprobs: Tensor) -> Tenso
     """Compute Delta = sum_t [log p(y_t | y_<t) - log p(d_t | d_<t)], in nats: [..., K] twice -> [...].
 
     reference_logprobs: the target's, along the window it would write greedily. drafted_logprobs: the
-    target's, of the drafts. Negative where drafts are likelier than a greedy window, which can happen.
+    target's, of the drafts. Negative where drafts are likelier than the greedy window, which is possible.
     """
     return (reference_logprobs - drafted_logprobs).float().sum(-1)
 

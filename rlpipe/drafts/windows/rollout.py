@@ -35,8 +35,8 @@ class SampledWindows:
 class Verified:
     """Verification of the drafts, each [W, G].
 
-    rewards: those of the objective. gap: distance to the target's greedy window in nats, 0 where R_dist does
-    not enter. close: no draft is accepted, and yet R_dist is earned.
+    rewards: those of the objective. gap: distance to the target's greedy window in nats, 0 where R_dist is
+    not used. close: R_dist is earned although no draft is accepted.
     """
 
     num_accepted: torch.Tensor
@@ -50,9 +50,9 @@ class WindowDrafter(Protocol):
 
     owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows:
     number of each row's trajectory in the batch. vocab: V of every distribution, which is log-probabilities
-    over the full vocabulary. known: tokens that the drafter knows, None for all. Passes return hidden states;
-    `draft_logprobs` and `target_logprobs` make distributions of some of them, so that no more than
-    `PART_BYTES` of these exist at once.
+    over the full vocabulary. known: tokens of the drafter's vocabulary, None for all. Passes return hidden
+    states; `draft_logprobs` and `target_logprobs` compute distributions from some of them, so that at most
+    `PART_BYTES` of distributions exist at once.
     """
 
     owners: np.ndarray
@@ -64,11 +64,11 @@ class WindowDrafter(Protocol):
 
     @property
     def draft_cost(self) -> float:
-        """Return what a drafted token costs, in verify steps."""
+        """Return the cost of a drafted token, in verify steps."""
         ...
 
     def criticality(self) -> torch.Tensor:
-        """Return [R, L]: the criticality of the first draft from each token of the turns; 0 where none is."""
+        """Return [R, L]: the criticality of the first draft from each token of the turns; 0 without one."""
         ...
 
     def start(self, windows: SampledWindows, group: int) -> torch.device:
@@ -105,7 +105,7 @@ class WindowDrafter(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Drafts:
-    """Drafts from some windows. Distributions are computed when they are asked for, and not retained.
+    """Drafts from some windows. Distributions are computed on request, and not stored.
 
     tokens: [W, G, K]. states: of the drafter before each draft, with a graph, [W, 1, H] and then K - 1 times
     [W, G, H]. first, read: states of the target, [W, H] at the first draft and [W, G, K, H] after each draft.
@@ -173,7 +173,7 @@ class Rollout(Drafts):
 
 
 def criticality_of(text: WindowDrafter, states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Compute the criticality of positions, whatever the drafter knows of the vocabulary (`learnable_kl`).
+    """Compute the criticality of positions, for any vocabulary of the drafter (`learnable_kl`).
 
     states: of the drafter [N, H]. target: of the target, where it predicts the same tokens [N, H]. Returns
     [N]; distributions of as many positions as `PART_BYTES` holds exist at once.

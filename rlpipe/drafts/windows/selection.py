@@ -1,7 +1,7 @@
-"""Which windows to train on: Adaptive Divergence-Aware Windowing (PPOW §4.2, App. A.3).
+"""Selects the windows to train on: Adaptive Divergence-Aware Windowing (PPOW §4.2, App. A.3).
 
 P is the target and Q the drafter at a position, both after the tokens of the target's own text. A window is
-the K positions j .. j + K - 1. Entropy and divergence come from the code that passes over the vocabulary.
+the K positions j .. j + K - 1. Entropy and divergence are computed by the passes over the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def criticality(entropy: Tensor, kl: Tensor, vocab: int) -> Tensor:
 
 
 def learnable_kl(log_p: Tensor, log_q: Tensor, ids: Tensor | None) -> Tensor:
-    """Compute KL(P || Q) less the part that no training can lower, in nats: [..., V] twice -> [...].
+    """Compute KL(P || Q) minus the part that no training can lower, in nats: [..., V] twice -> [...].
 
-    With S the tokens that the draft knows (ids [S], None for all) the chain rule gives
+    With S the draft's vocabulary (ids [S], None for all) the chain rule gives
     KL = KL(P(S) || Q(S)) + P(S) KL(P(. | S) || Q(. | S)). Q(S) is fixed, and the first term about 60 P(not S)
     (`drafts.vocabulary.OUTSIDE`); the second is returned.
 
@@ -75,8 +75,8 @@ def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 
 def window_distribution(scores: Tensor, hard: float) -> Tensor:
     """Compute the probability of each window: hard * s_j / sum s + (1 - hard) / n. [n] -> [n].
 
-    The uniform part is what the paper calls the other windows; where all scores are 0 it is all of the mass.
-    Infinite scores share the hard part equally, and finite ones then get none of it.
+    The uniform part is the paper's "other windows"; where all scores are 0 it has all of the mass.
+    If some scores are infinite, they share the hard part equally and finite ones get none of it.
     """
     weights = scores.isinf().double() if scores.isinf().any() else scores.double()
     uniform = torch.full_like(weights, 1 / len(weights))

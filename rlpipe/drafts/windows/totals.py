@@ -1,4 +1,4 @@
-"""What a PPOW step reports: sums over windows, and the metrics they make."""
+"""Metrics of a PPOW step, and the sums over windows that they are made from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Total(IntEnum):
     ACCEPTED = auto()
     REJECTED = auto()  # windows without an accepted draft
     CLOSE = auto()  # of these, those that earn R_dist
-    EVEN = auto()  # windows with the reward of all their siblings: no advantage
+    EVEN = auto()  # windows whose reward equals that of all siblings: no advantage
     KL = auto()
     CLIPPED = auto()
     SCORE = auto()

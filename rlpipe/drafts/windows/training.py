@@ -6,17 +6,17 @@
     P along a greedy window   from each anchor, where R_dist counts
 
 An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, as in a verify step of the engine. Owns the
-randomness, the order of the passes and the rewards; the passes are a `WindowDrafter`'s (`trainer.ppow` for an
-MTP layer, `drafts.windows.eagle3` for an EAGLE-3 draft), verification `rlpipe.spec.verify`'s, the loss
-`drafts.objectives.windows`'.
+randomness, the order of the passes and the rewards. The passes are those of a `WindowDrafter` (`trainer.ppow`
+for an MTP layer, `drafts.windows.eagle3` for an EAGLE-3 draft), verification is `rlpipe.spec.verify`, the
+loss `drafts.objectives.windows`.
 
 All randomness comes from (seed, step, trajectory), so windows, drafts and coins do not depend on how
 trajectories are divided into micro-batches and ranks.
 
 Distributions exist for a part of the windows at a time (`rollout.window_parts`): while tokens are sampled,
-while they are verified, and in the loss, which is checkpointed. So memory is linear in the vocabulary and
-bounded by some times `PART_BYTES`, or the G K V numbers of one window. For all windows only states
-[W, G, K, H] and tokens are held.
+while they are verified, and in the loss, which is checkpointed. So memory is linear in the vocabulary,
+bounded by a small multiple of `PART_BYTES` or by the G K V numbers of one window. For all windows, only
+states [W, G, K, H] and tokens are stored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WindowTraining:
         self._depths, self._steps, self._seed = depths, steps, seed
 
     def loss(self, text: WindowDrafter, step: int) -> tuple[torch.Tensor, PpowTotals] | None:
-        """Compute the sum over drafts of the loss, which trains the drafter only, and totals.
+        """Compute the sum over drafts of the loss, which trains only the drafter, and totals.
 
         step: updates so far. Returns None where no turn is long enough for a window.
         """
@@ -174,7 +174,7 @@ class WindowTraining:
                 part.logprobs.flatten(0, 1).exp(),
                 log_p.flatten(0, 1).exp(),
                 coins.flatten(0, 1),
-                torch.zeros_like(coins[..., 0]).flatten(),  # the token after the window is not used
+                torch.zeros_like(coins[..., 0]).flatten(),  # no token after the window is needed
             )
             accepted = verdict.num_accepted.view(tokens.shape[:2])
 
