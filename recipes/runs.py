@@ -1,4 +1,4 @@
-"""Helpers shared by the studies: a run of a recipe unless it is complete, its records, and figures.
+"""Helpers shared by the studies: a run of a recipe unless it is complete, its records, and figures."""
 
 from __future__ import annotations
 

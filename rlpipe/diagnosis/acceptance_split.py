@@ -53,7 +53,7 @@ MAX_NOISE = 0.1  # of an entropy against its variation: flattens a slope by one 
 
 
 def early_steps(planned: int) -> int:
-    """Return the steps of the early phase of a run of `steps` steps: a third, within 6 to 20."""
+    """Return the steps of the early phase of a run of `planned` steps: a third, within 6 to 20."""
     return max(MIN_EARLY, min(MAX_EARLY, planned // 3))
 
 

@@ -282,7 +282,7 @@ def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
 
 
 def distributions(run: RunData, depth: int = SHOWN_DEPTH) -> dict[str, list[float]]:
-    """Return series by probe on the fixed contexts: entropy gap, KL both ways, excess masses (Fig. 10, 11)."""
+    """Return series by probe on the fixed contexts: entropy gap, KL both ways, masses (Fig. 10, 11)."""
     series: dict[str, list[float]] = {}
     for name in COLUMNS:
         if name not in ("accept", "top"):
@@ -323,7 +323,7 @@ def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -
 def entropy_slope(run: RunData, figure: str = LENGTH) -> Estimate | None:
     """Estimate the slope of an acceptance figure on entropy over all steps of a run, per nat (Bebop Fig. 8).
 
-    It is descriptive, as it includes mismatch that grows with steps. None below 6 steps, or without variation.
+    It is descriptive, as it includes growing mismatch. None below 6 steps, or without variation.
     """
     _, y, h = paired(run, figure, ENTROPY)
     if len(y) < 6 or not np.ptp(h):

@@ -6,8 +6,8 @@
 
 Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. It
 is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the finished groups
-of one moment, and a new backlog continues from there. Prompts that were being generated are then rolled out
-again from their seeds. Their tokens so far are lost, also those of finished siblings, but no prompt is lost.
+of the same moment, and a new backlog continues from there. Prompts that were being generated are then rolled
+out again from their seeds. Their tokens so far, and those of finished siblings, are lost, but no prompt is.
 
 Waits: `admit_next` for the gate, `take_batch` for groups. Invariant: every admitted prompt is in exactly one
 of these states: handed out, in the buffer, taken, ended. The ledger records which.
@@ -35,7 +35,7 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """The backlog of one run. Its ledger lists what is in flight, so call `Ledger.restore` or `clear` first.
+    """The backlog of one run. Its ledger lists prompts in flight, so call `Ledger.restore` or `clear` first.
 
     version: of the trainer at the start. steps: total of the run. event: as `MetricsBus.event`.
     finished: a file that `save` wrote together with this ledger. trains: whether the groups taken are trained
@@ -139,7 +139,7 @@ class Backlog:
         return [group for _, group in self._taken]
 
     async def trained(self, version: int) -> list[int]:
-        """Record that the groups taken are part of the weights of `version`, or that they were dumped.
+        """Record that the groups taken were trained into `version`, or that they were dumped.
 
         Returns groups in flight that this version makes too stale.
         """

@@ -78,7 +78,7 @@ class Saving:
         self._metrics["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
 
     async def require(self, version: int, backlog: Backlog) -> None:
-        """Return when the checkpoint of a version is complete. Raises RunStopped if it cannot be written."""
+        """Return once the checkpoint of a version is complete. Raises RunStopped if it cannot be written."""
         await self._written()
         if self._saved != version:
             await self.save(version, backlog)
@@ -131,7 +131,7 @@ class Saving:
                 f"{self.store.path(newest).parent} to start from step 0."
             ) from error
 
-        # An older checkpoint was loaded, so the newer ones are broken and not the trainer.
+        # An older checkpoint could be loaded, so the newer ones are broken, not the trainer.
         for number, error in failed:
             self.store.set_aside(number, _in_words(error))
 

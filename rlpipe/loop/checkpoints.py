@@ -5,9 +5,10 @@ Owns naming, atomicity, verification and pruning; other modules write the conten
     step_N.tmp/  content -> to the disk -> state.json with size and CRC-32 of every file -> rename to step_N
     step_M (no longer wanted) -> rename to step_M.old -> removed
 
-A crash at any point leaves the earlier checkpoints unchanged, and leftovers that the next start removes. One
-that does not match its state.json is renamed to `step_N.corrupt`, and the one before it is used. The content
-must not change while it is written: the controller passes copies, so that training continues meanwhile.
+A crash at any point leaves the earlier checkpoints unchanged, and leftovers that the next start removes. A
+checkpoint that does not match its state.json is renamed to `step_N.corrupt`, and the one before it is used.
+The content must not change while it is written: the controller passes copies, so that training continues
+meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
-SCORE = "val/reward"  # in state.json: what `keep_best` compares
+SCORE = "val/reward"  # the entry of state.json that `keep_best` compares
 _CHUNK = 4 << 20  # bytes read at once
 
 

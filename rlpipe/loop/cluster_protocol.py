@@ -47,8 +47,8 @@ class Cluster(Protocol):
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         """Copy the trainer's weights, target and draft; return a function that sends them to every engine.
 
-        Training may continue meanwhile without changing the copy. All engines serve `version` when the
-        function is done, which returns metrics; only then may another version be published.
+        Training may continue meanwhile without changing the copy. When the function is done, all engines
+        serve `version`; it returns metrics. Only then may another version be published.
         """
         ...
 
@@ -72,7 +72,7 @@ class Cluster(Protocol):
         ...
 
     async def activity(self) -> list[str]:
-        """Return what each rollout worker is busy with now, as text, for a person who waits."""
+        """Return the current activity of each rollout worker, as text for a user who waits."""
         ...
 
     async def close(self) -> None:

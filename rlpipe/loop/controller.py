@@ -68,7 +68,7 @@ _WAITS = {
 
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """The loop of one run. held_out: split name -> instances validated; the first split is the primary."""
+    """The loop of one run. held_out: split name -> instances to validate on; the first is primary."""
 
     config: Config
     run_dir: Path

@@ -29,16 +29,16 @@ from rlpipe.models.checkpoint import read_config
 from rlpipe.types import Group, Prompt
 
 FORMAT = 2
-_READABLE = (1, 2)  # format 1 held the token columns as lists of numbers
+_READABLE = (1, 2)  # format 1 stored the token columns as lists of numbers
 ABOUT = "dump.json"
-_TRAINER = ("algo", "trainer", "draft", "ppow")  # settings that its metrics depend on
-_EDGE = 4 << 20  # bytes at either end of a model's file that its sum covers
+_TRAINER = ("algo", "trainer", "draft", "ppow")  # settings that the trainer's metrics depend on
+_EDGE = 4 << 20  # bytes at either end of a model's file that its checksum covers
 _KEPT = 8  # steps whose files stay in memory
 
 
 @dataclass(slots=True, kw_only=True)
 class DumpedPrompt(Prompt):
-    """A prompt that has been rolled out. members: ids of the trajectories of it that are trained on."""
+    """A prompt that has been rolled out. members: ids of its trajectories that are trained on."""
 
     members: list[str]
 
@@ -145,7 +145,7 @@ class Dump:
             return self._groups(step + 1)[place]
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """Return the trainer's metrics of a step; None when none trained on it."""
+        """Return the trainer's metrics of a step; None if no trainer has trained on it."""
         return json.loads(self._file(step, ".json").read_text()).get("metrics")
 
     def settings_changed(self, config: Config) -> list[str]:

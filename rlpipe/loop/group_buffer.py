@@ -1,7 +1,8 @@
 """Finished groups for the trainer, in admission order or in the order in which they finished.
 
-Admission order is the default on purpose: taking the groups that finish first favours short, easy prompts
-and lets slow ones become stale. In order, every admitted prompt is trained, and the staleness bound is exact.
+Admission order is the default on purpose: taking first the groups that finish first favours short, easy
+prompts and lets slow ones become stale. In order, every admitted prompt is trained, and the staleness bound
+is exact.
 
 Waits: the training loop, in `take_finished_groups`. Wakes: `put` and `skip`. Invariant: each index is taken
 or skipped once; in order, the lowest indices that were not skipped are returned.
@@ -63,7 +64,7 @@ class GroupBuffer:
 
     @property
     def first(self) -> int:
-        """The lowest index that is still waited for."""
+        """The lowest index that is neither taken nor skipped."""
         return self._next
 
     def __len__(self) -> int:

@@ -5,11 +5,11 @@
     trajectory             generating -> complete -> trained(step, version) | dropped(reason)
                                       `-> masked
 
-Owns `ledger.sqlite`. Only the controller writes it. A checkpoint holds a copy of the same moment (`save`),
-from which a resumed run continues (`restore`). Invariants, checked by `violations`: an admitted prompt ends
-exactly once, and a trajectory is trained in exactly one step. Neither a full disk nor a lock that is never
-released ends a run: the ledger continues in memory, and in the next checkpoint. A damaged file is renamed:
-a start restores the copy of the newest complete checkpoint anyway. To print the ledger of a run:
+Owns `ledger.sqlite`. Only the controller writes it. A checkpoint holds a copy from the same moment (`save`),
+and a resumed run continues from that copy (`restore`). Invariants, checked by `violations`: an admitted
+prompt ends exactly once, and a trajectory is trained in exactly one step. Neither a full disk nor a lock that
+is never released ends a run: the ledger continues in memory and in the next checkpoint. A damaged file is
+renamed, as a start restores the copy of the newest complete checkpoint anyway. To print the ledger of a run:
 
     rlpipe ledger RUN
 """
@@ -57,10 +57,10 @@ def ignore_event(kind: str, **fields: object) -> None:
 
 
 class Ledger:
-    """Written by the controller only. event: receives what happens to the file (kind, fields).
+    """The ledger of a run; only the controller writes it. event: receives incidents (kind, fields).
 
     Raises ValueError for a file of another format, or one that cannot be opened. A change that a state does
-    not allow is an AssertionError, and then no part of it is written.
+    not allow raises AssertionError, and no part of it is written.
     """
 
     def __init__(self, path: Path, event: Callable[..., None] = ignore_event) -> None:
@@ -111,7 +111,7 @@ class Ledger:
         self._change(change)
 
     def completed(self, group: Group) -> None:
-        """Record that all trajectories of a prompt are finished (some may be masked)."""
+        """Record that all trajectories of a prompt are finished (some of them may be masked)."""
         name = group.prompt.group_id
 
         def change(db: sqlite3.Connection) -> None:
@@ -161,7 +161,7 @@ class Ledger:
         self._change(change)
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """Record that groups were part of step `step` (1-based); one without a reward is dropped."""
+        """Record that groups were part of step `step` (1-based); a group without a reward is dropped."""
 
         def change(db: sqlite3.Connection) -> None:
             for group in groups:

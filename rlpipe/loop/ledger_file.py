@@ -39,7 +39,7 @@ def opened(path: Path) -> sqlite3.Connection:
         if not _table_names(db):
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT")
 
-        # Damage is reported now, not in the middle of the run.
+        # Report damage now, not in the middle of the run.
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             damage = sqlite3.DatabaseError(verdict)
@@ -64,7 +64,7 @@ def set_aside(path: Path) -> Path:
 
 
 def copied(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
-    """Copy a full ledger. Raises sqlite3.OperationalError when the disk is full or a lock is not released."""
+    """Copy a full ledger. Raises sqlite3.OperationalError when the disk is full or a lock stays held."""
     deadline = time.monotonic() + _LOCK_S
 
     # Without this limit SQLite would retry the copy for ever.

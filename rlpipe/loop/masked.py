@@ -1,4 +1,4 @@
-"""Masked attempts: their reports and counts, and the rule by which too many of them end a run.
+"""Masked attempts: their reports and counts, and the rule by which a run ends when there are too many.
 
 An attempt is masked when something other than the model failed: the sandbox, the machine, or an environment
 that raised. It has no reward and is never trained on. One failing attempt never ends a run; a share of at
@@ -43,7 +43,7 @@ class MaskedAttempts:
             self._masked += masked
             self._errors += masked and t.info.get("exit_reason") == "error"
 
-        # The first reason remains, even if later attempts succeed.
+        # The first reason is kept, even if later attempts succeed.
         self.stop_reason = self.stop_reason or self._reason_to_stop()
 
     def report(self, trajectories: Iterable[Trajectory]) -> None:

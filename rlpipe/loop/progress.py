@@ -1,7 +1,7 @@
 """Reports what a run waits for when nothing has happened for a while.
 
-A thread of its own, because the main thread may wait as well: for engines that start, or for Ray. It looks at
-the bus, on which every step, group and event counts as progress.
+It runs in its own thread, because the main thread may wait as well: for engines that start, or for Ray. It
+looks at the bus, on which every step, group and event counts as progress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def progress_watched(bus: MetricsBus, waits_for: Callable[[], str], quiet_s: flo
     """Report `waiting` events during the block.
 
     waits_for: returns what the run waits for now, as text; called in another thread. quiet_s: seconds
-    without progress before the first event (0: none); the next come after twice as long, four times, ...
+    without progress before the first event (0: none); the next ones after twice that time, four times, ...
     """
     if not quiet_s:
         yield

@@ -62,9 +62,9 @@ class PromptStream:
 
 
 class MixedPrompts(PromptStream):
-    """Prompts of several training sets by their shares: of any first n, each has its share within one prompt.
+    """Prompts of several training sets by their shares; among any first n, each share is exact to one prompt.
 
-    sets: (share, stages of instances). Each set has epochs of its own.
+    sets: (share, stages of instances). Each set has separate epochs.
 
     >>> stream = MixedPrompts([(0.75, [["a", "b"]]), (0.25, [["x"]])], seed=0)
     >>> "".join(stream[i].instance_id for i in range(8)).count("x")
@@ -76,7 +76,7 @@ class MixedPrompts(PromptStream):
         self._shares = [share for share, _ in sets]
         self._streams = [PromptStream.of_stages(stages, seed) for _, stages in sets]
         self._counts = [0] * len(sets)
-        self._turns: list[tuple[int, int]] = []  # by prompt: the set, and which prompt of the set it is
+        self._turns: list[tuple[int, int]] = []  # by prompt: its set, and its index in the set
 
     def instance(self, index: int) -> str:
         """Return the instance of a prompt."""

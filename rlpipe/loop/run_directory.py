@@ -23,7 +23,7 @@ from rlpipe.config.run import Resume, Task
 
 CONFIG, HISTORY, LOCK = "config.yaml", "configs", "lock"
 
-# Settings that do not change the experiment: how far and where it runs, and what is recorded of it.
+# Settings that do not change the experiment: how far and where it runs, and what it records.
 _RUN = ("dir", "steps", "resume", "save_every", "save_async", "keep_last", "keep_best", "dump")
 _ROLLOUT = ("workers", "concurrent_groups", "max_running", "device", "threads", "prefill_tokens", "sglang")
 _TRAINER = ("tp", "dp", "layers", "recompute", "distributed_optimizer", "micro_batch_tokens", "threads")
@@ -38,11 +38,11 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "metrics": None,
     "cluster": None,
 }
-# Settings of an RL run that leave the distribution of its tokens as it is: verification is exact whatever is
-# drafted. They may change too, and the log states it.
+# Settings of an RL run that do not change the distribution of its tokens: verification is exact for any
+# draft. They may change too, and the log states it.
 _LOSSLESS = ("mode", "gamma", "adaptive", "tree", "suffix", "draft_vocab")
-_SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # of what a trainer's checkpoint holds
-_SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # of which all but `constant` end with run.steps
+_SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # shapes of the tensors in a trainer's checkpoint
+_SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # all of these except `constant` end with run.steps
 
 
 @contextmanager
@@ -80,8 +80,8 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
 
     resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
     it begins, so the result is empty). Settings of lossless drafting may differ. Raises ValueError when the
-    run would become another experiment, or what it was is not recorded, unless that is intended
-    (run.resume=anyway), and when its LoRA adapters would have another shape.
+    run would become a different experiment or its old settings are not recorded, unless that is intended
+    (run.resume=anyway), and always when the shape of its LoRA adapters would change.
     """
     if step is None:
         return {}
@@ -179,7 +179,7 @@ def _flat(text: str) -> dict[str, Any]:
 
 
 def _holder(run_dir: Path) -> str:
-    """Return the message that names the process which uses the directory."""
+    """Return the message that names the process using the directory."""
     try:
         holder = json.loads((run_dir / LOCK).read_text())
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))

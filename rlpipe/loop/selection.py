@@ -1,15 +1,15 @@
 """The selection-bias meter: do the trajectories that are trained on look like those that were generated?
 
 Every rule that drops finished work (pipeline.stale=drop, oversample, filters, failures) may prefer short,
-easy or successful attempts, and training on them is then training on another task. Over a window of
+easy or successful attempts. Training on the rest is then training on a different task. Over a window of
 trajectories that were trained or dropped, the shift of a quantity x is
 
     (mean of x over trained - mean of x over generated) / standard deviation of x over generated
 
 for the response length, the reward and the difficulty (1 - mean reward of the siblings). Masked trajectories
-have no reward and do not enter. With n trained of N generated, a choice at random has a shift of standard
-deviation sqrt(1/n - 1/N): a shift beyond four of them, and of 0.1 at least, is a warning, once for each
-quantity.
+have no reward and are left out. With n trained of N generated, a random choice has a shift with standard
+deviation sqrt(1/n - 1/N). A shift beyond four standard deviations, and of at least 0.1, is a warning, once
+for each quantity.
 Groups without an advantage that a filter dropped (`equal rewards`) are counted, not compared: they are
 chosen by reward on purpose.
 """
@@ -30,11 +30,11 @@ SHIFT, SIGMAS = 0.1, 4.0
 
 
 class SelectionMeter:
-    """Called by the backlog as prompts end. event: receives a bias (kind, fields)."""
+    """The meter; the backlog calls it as prompts end. event: receives warnings of a bias (kind, fields)."""
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event = event
-        # Of each trajectory: whether it was trained on, and its QUANTITIES.
+        # For each trajectory: whether it was trained on, and its QUANTITIES.
         self._seen: deque[tuple[bool, tuple[float, float, float]]] = deque(maxlen=WINDOW)
         self._dropped: Counter[str] = Counter()  # prompts, since the last metrics
         self._warned: set[str] = set()  # quantities whose bias was reported
@@ -54,7 +54,7 @@ class SelectionMeter:
     def metrics(self, *, unfinished: int, oldest: int) -> dict[str, Value]:
         """Return the metrics of the step, and report a bias when there is one.
 
-        unfinished: prompts in flight. oldest: versions since the admission of the one that waits longest.
+        unfinished: prompts in flight. oldest: versions since the admission of the prompt that waits longest.
         """
         kept = [values for trained, values in self._seen if trained]
         every = [values for _, values in self._seen]
@@ -81,7 +81,7 @@ class SelectionMeter:
         if shift is None or every < FEWEST or every - kept < FEWEST // 8 or name in self._warned:
             return
 
-        # Beyond what a random choice of as many trajectories would give.
+        # Warn beyond the shift that a random choice of as many trajectories would have.
         if abs(shift) > max(SHIFT, SIGMAS * sqrt(1 / kept - 1 / every)):
             self._warned.add(name)
             self._event("selection_bias", quantity=name, shift=round(shift, 3), trained=kept, generated=every)

@@ -1,9 +1,9 @@
 """The staleness gate: when the n-th group may start; and which part of a group may still be trained.
 
-Let `works` be the groups that were admitted and have not ended, and S = max_staleness. The gate opens while
-works < (S + 1) * groups_per_step. When groups are trained in admission order, `groups_per_step` to a step,
-at most S steps pass between the admission of a group and the step that trains it, even if others are
-dropped: that bounds the staleness of every one of its tokens (pipeline.stale=wait).
+Let `works` be the number of groups that were admitted and have not ended, and S = max_staleness. The gate is
+open while works < (S + 1) * groups_per_step. When groups are trained in admission order, `groups_per_step` to
+a step, at most S steps pass between the admission of a group and the step that trains it, even if others are
+dropped. This bounds the staleness of every one of its tokens (pipeline.stale=wait).
 
 Waits: the controller's rolling task, in `wait_for_slot`. Wakes: `set_version`, after weights were
 published, and `release_slot`.
@@ -21,9 +21,9 @@ from rlpipe.types import Group, Trajectory, TrajectoryStatus
 class StalenessGate:
     """Admission by version; max_staleness is in optimizer steps, 0 is synchronous.
 
-    groups_per_step: groups that a step trains. ahead: groups admitted for each step, of which some may end
+    groups_per_step: groups that a step trains. ahead: groups admitted for each step, some of which may end
     untrained (default: as many as are trained). skipped: groups that ended without being trained.
-    limit: groups that may be admitted in all, not counting the skipped ones.
+    limit: total number of groups that may be admitted, not counting the skipped ones.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StalenessGate:
 
 
 def too_stale(trajectory: Trajectory, version: int, max_staleness: int) -> bool:
-    """Return whether some token was sampled more than max_staleness versions before `version`."""
+    """Return whether any token was sampled more than max_staleness versions before `version`."""
     oldest = trajectory.oldest_version
     return oldest is not None and version - oldest > max_staleness
 
@@ -83,8 +83,8 @@ def too_stale(trajectory: Trajectory, version: int, max_staleness: int) -> bool:
 def fresh_part(group: Group, version: int, max_staleness: int) -> tuple[Group | None, list[Trajectory]]:
     """Return the part of a group trainable at `version`, and the complete trajectories that are too stale.
 
-    None when fewer than two complete trajectories remain, which have no advantage; then all the complete
-    ones are returned as lost. Masked trajectories stay in the group.
+    The part is None when fewer than two complete trajectories remain, as these have no advantage; then all
+    complete trajectories are returned as lost. Masked trajectories stay in the group.
     """
     complete = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
     stale = [t for t in complete if too_stale(t, version, max_staleness)]

@@ -1,4 +1,4 @@
-"""How a run was started: a line of `starts.jsonl` for every start, with what is needed to start it again."""
+"""Records how a run was started: a line of `starts.jsonl` for every start, with all that a restart needs."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The number of rollout workers of a run: one more while its trainer waits, as long as that is faster.
+"""The number of rollout workers of a run: adds one while the trainer waits, as long as that is faster.
 
 Owns only the decision, from committed records; `actors/pool.py` carries it out. Over the last `WINDOW` steps
 (the first one after a change is not counted: it mixes both sizes) let w be the share of their time in which
 the trainer waited for rollouts, b the share in which a worker was generating, n the workers:
 
-    the last one added brought less than PAYS of trained tokens a second  one fewer
+    the last worker added raised tokens a second by less than PAYS        one fewer
     w >= WAITS and b >= BUSY, `pause` steps after the last change         one more, up to cluster.max_workers
     w < IDLE and b * n < (n - 1) * BUSY                                   one fewer, down to rollout.workers
 
 `pause` is WINDOW at first and doubles whenever an added worker is removed again, or cannot be started, so
-workers are tried in vain at most log2(steps) times. The rate is tokens a second and not seconds a
-step, because answers change their length while a policy learns.
+workers are tried in vain at most log2(steps) times. The rate is measured in tokens a second instead of
+seconds a step, because the length of answers changes while a policy learns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GENERATING = "perf/utilisation/rollout"
 
 
 class Growth:
-    """Decides the number of workers. fewest, most: its bounds, from the fewest on. wanted: the target."""
+    """Decides the number of workers. fewest, most: bounds; it starts at fewest. wanted: the target."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self._fewest, self._most, self._workers, self.wanted = fewest, max(fewest, most), fewest, fewest
@@ -35,12 +35,12 @@ class Growth:
         self._records: list[list[float]] = []
 
     def requested(self, change: int) -> None:
-        """Record that a user added so many workers, or drained them (below 0). `set_current` comes next."""
+        """Record that a user added so many workers, or drained some (below 0). `set_current` comes next."""
         self._requested += change
 
     def set_current(self, workers: int) -> None:
         """Record the number of workers while none joins or leaves."""
-        # A worker that a user drained is not added again, and one that a user added is not removed.
+        # Never add a worker again that a user drained, or remove one that a user added.
         if self._requested < 0:
             self._most, self._fewest = min(self._most, workers), min(self._fewest, workers)
         elif self._requested > 0:
@@ -77,7 +77,7 @@ class Growth:
         busy = sum(step * share for step, _, share, _ in steps) / seconds
         rate = sum(tokens for *_, tokens in steps) / seconds
 
-        # First check whether the last worker added was a gain, then whether one more or fewer would be.
+        # First check whether the last added worker was a gain, then whether one more or one fewer would be.
         before, self._before = self._before, None
         if before is not None and rate < (1 + PAYS) * before and workers > self._fewest:
             self._shrink(f"{rate:.3g} trained tokens a second, and {before:.3g} with one worker fewer")

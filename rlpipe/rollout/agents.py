@@ -1,6 +1,6 @@
-"""What the collector needs of an endpoint through which agents talk to the model.
+"""The interface between the collector and an endpoint through which agents talk to the model.
 
-For `rlpipe.serve`, which implements it: the collector hands an attempt over, the agent talks, and the
+`rlpipe.serve` implements it: the collector hands over an attempt, the agent talks to the endpoint, and the
 collector gets the conversations back.
 """
 
@@ -18,7 +18,7 @@ from rlpipe.types import GenerateResult, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class AgentAttempt:
-    """One attempt of an agent, as an endpoint serves it.
+    """One attempt of an agent, as served by an endpoint.
 
     trajectory: empty; gets the conversations. session_id: of the attempt; each conversation has one derived
     from it. generate: generates a turn, and continues those that an abort cut off. end_session: frees what
@@ -38,7 +38,7 @@ class AgentAttempt:
 
 
 class AgentSession(Protocol):
-    """An attempt that is served.
+    """An attempt while it is served.
 
     limit: "max_turns" or "context" once a request was refused for it, else "". cut: some turn used up its
     tokens. failure: what the engine failed with; every later request is refused. texts: of the turns, in

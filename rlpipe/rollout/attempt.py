@@ -1,4 +1,4 @@
-"""One attempt at a trajectory: what is to be rolled out, what is known of it so far, and how it ended."""
+"""One attempt at a trajectory: the task, the state so far, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlpipe.metrics.spans import Lane
 from rlpipe.rollout.environment_threads import EnvironmentHung
 from rlpipe.types import Trajectory, TrajectoryStatus
 
-MAX_TEXT = 2000  # characters of each action and observation that is recorded for people to read
+MAX_TEXT = 2000  # characters of each action and observation that are recorded for display
 _MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
 
 
@@ -23,7 +23,7 @@ class ExitReason(StrEnum):
     """Why a trajectory ended."""
 
     DONE = "done"  # the episode ended it: submitted, answered
-    TRUNCATED = "truncated"  # the episode ended it by a limit of its own
+    TRUNCATED = "truncated"  # the episode ended it by one of its own limits
     MAX_TURNS = "max_turns"
     CONTEXT = "context"  # the next turn does not fit into the context
     PROMPT = "prompt"  # masked: not even the first turn fits
@@ -34,7 +34,7 @@ class ExitReason(StrEnum):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Task:
-    """One trajectory to roll out, whatever becomes of its attempts.
+    """One trajectory to roll out; its attempts may fail and be repeated.
 
     seed: of the sampling; the environment's is derived from it. number: of the attempt among its siblings.
     top_logprobs, record, routes: what the engine returns in addition to the tokens, see `SamplingParams`.
@@ -57,7 +57,7 @@ class Attempt:
 
     gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
     cut: a turn used up its tokens before the model ended it.
-    turns: texts for people to read. rewards, actions: of each turn so far.
+    turns: texts for display. rewards, actions: of each turn so far.
     stored: tokens of its conversations and of those of its game, by session id.
     """
 
@@ -89,7 +89,7 @@ class Attempt:
             self.sandbox_seconds += time.monotonic() - started
 
     def record_turn(self, action: str, step: StepResult) -> None:
-        """Record a turn; its texts are for people to read, each bounded by a length."""
+        """Record a turn; its texts are for display, each of limited length."""
         observation = observation_text(step.observation)[:MAX_TEXT]
         self.turns.append({"action": action[:MAX_TEXT], "observation": observation})
         self.rewards.append(step.reward or 0.0)
@@ -105,7 +105,7 @@ class Attempt:
 
 
 class Masked(Exception):
-    """The trajectory is masked, and trying again is of no use."""
+    """The trajectory is masked, because another attempt would not help."""
 
     def __init__(self, reason: ExitReason, message: str) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
 """Chat messages to token ids and back, for any Hugging Face chat template.
 
-Owns the tokens between sampled turns. Sampled tokens are never decoded and encoded again: the tokens after
-a turn come from rendering a conversation with a marker as the assistant's text and taking what follows the
+Owns the tokens between sampled turns. Sampled tokens are never decoded and encoded again. The tokens after a
+turn come from rendering a conversation with a marker as the assistant's text and taking the part after the
 marker. Text from outside (tool output) can never become a special token.
 """
 
@@ -25,7 +25,7 @@ Tools = Sequence[dict[str, Any]]
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a checkpoint directory.
 
-    transformers takes a class by the model's type, and warns at each load of a type that it does not know,
+    transformers selects a class by the model's type, and warns at each load of a type that it does not know,
     such as mimo. It then continues with a config without a type, which is passed here from the start.
     """
     from transformers import AutoTokenizer, PreTrainedConfig
@@ -43,7 +43,7 @@ class ChatFormat:
 
     stop_token_ids: tokens that end a turn (the template's, the tokenizer's, and `stop_token_ids`).
     observation_role: "tool" where the template knows it, else "user".
-    Raises ValueError when the tokenizer has no chat template, or the template leaves assistant turns out.
+    Raises ValueError when the tokenizer has no chat template, or the template omits assistant turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int] = ()) -> None:
@@ -55,7 +55,7 @@ class ChatFormat:
 
         self._tokenizer = tokenizer
         self._token_texts: dict[int, str] = {}
-        # Longest first, so that one that contains another is broken up before it.
+        # Longest first, so that a token that contains another is broken up before the shorter one.
         self._special = sorted(
             {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
             | set(tokenizer.all_special_tokens),
@@ -102,7 +102,7 @@ class ChatFormat:
     def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> str:
         """Return a conversation as the template writes it, generation prompt included.
 
-        Special tokens that its texts spell out count as such: `harmless` comes before.
+        Special tokens spelled out in its texts count as such: call `harmless` first.
         """
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -114,16 +114,16 @@ class ChatFormat:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text, in which special tokens count as such."""
+        """Return the tokens of a rendered text, with special tokens recognised."""
         return self._encode(text)
 
     def following(self, text: str, *, before: str, last_id: int) -> list[int] | None:
-        """Return the tokens that continue a sampled turn so that the tokens are those of a rendered text.
+        """Return the tokens that continue a sampled turn so that all tokens together are a rendered text's.
 
         text: of the whole conversation, as `rendered` returns it. before: the text of all tokens up to the
         end of the turn, without its stop token. last_id: the turn's last token.
-        None where the template writes what came before in another way, or ends the turn by another token,
-        or where the new text has other tokens than it would have after this one.
+        None if the template writes the earlier text differently or ends the turn with another token, or if
+        the new text has other tokens than it would have after this one.
         """
         if not text.startswith(before):
             return None
@@ -134,11 +134,11 @@ class ChatFormat:
                 return None
             ids, rest = ids[1:], rest.removeprefix(self._text([last_id]))
 
-        # Some tokenizers put a space before a text that they take for a beginning.
+        # Some tokenizers put a space before what they assume is the beginning of a text.
         return ids if ids and self._text([last_id, *ids]) == self._text([last_id]) + rest else None
 
     def check_tools(self, tools: Tools) -> None:
-        """Raise ValueError when the template leaves a tool out. tools: OpenAI schemas."""
+        """Raise ValueError when the template omits a tool. tools: OpenAI schemas."""
         rendered = self._render([{"role": "user", "content": "question"}], generate=True, tools=tools)
         if missing := [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]:
             raise ValueError(
@@ -149,7 +149,7 @@ class ChatFormat:
     def continuation(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> list[int]:
         """Return the tokens after a sampled turn, up to and including the next generation prompt.
 
-        messages: what the environment answered. turn_ids: the sampled turn. If it has no stop token at its
+        messages: the environment's answer. turn_ids: the sampled turn. If it has no stop token at its
         end, the closing of the turn comes first; else the tokens start after that stop token.
         """
         ids = self._encode(self._after_turn(messages, generate=True))
@@ -163,7 +163,7 @@ class ChatFormat:
         """Return an environment's answer as messages that the template renders.
 
         A text, and a message of the role tool, get `observation_role`. Raises ValueError for another role
-        that the template refuses or leaves out.
+        that the template refuses or omits.
         """
         if isinstance(answer, str):
             return [{"role": self.observation_role, "content": answer}]
@@ -199,7 +199,7 @@ class ChatFormat:
         return text
 
     def _after_turn(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Return what the template writes after an assistant's text that `messages` follow."""
+        """Return the template's text between an assistant's text and the end of the `messages` after it."""
         text = self._render([*_BEFORE, *messages], generate=generate)
         if _MARKER not in text:
             raise ValueError("the chat template does not render assistant turns: it cannot be used here.")
@@ -221,7 +221,7 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _defuse(self, text: str) -> str:
-        """Break every special token that a text spells out, so that it stays text."""
+        """Break up every special token spelled out in a text, so that it stays text."""
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[:1]} {token[1:]}")

@@ -9,12 +9,12 @@
 | an agent (`run_agent`)      | its own return; it has the endpoint generate meanwhile         |
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
-infrastructure, a call that hangs among them (`environment_threads`), repeats the full trajectory with the
-same seeds; when retries are used up it is MASKED.
-The seats of a game (`envs.base.Game`) run at once, a trajectory each; a failure of one repeats or masks all.
-Any other exception of an environment, or an answer that breaks its contract, masks the trajectory at once:
-only a failure of the engine leaves `collect` as an exception. An aborted turn is continued from its last
-token, so aborting never loses tokens.
+infrastructure, which includes a call that hangs (`environment_threads`), repeats the full trajectory with the
+same seeds; when its retries are used up, the trajectory is MASKED.
+The seats of a game (`envs.base.Game`) run at once, with a trajectory each; the failure of one repeats or
+masks all. Any other exception of an environment, or an answer that breaks its contract, masks the trajectory
+at once. Only a failure of the engine leaves `collect` as an exception. An aborted turn is continued from its
+last token, so aborting never loses tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from rlpipe.config.rollout import RolloutConfig
 
 T = TypeVar("T")
-_CLOSE_S = 3.0  # for an episode that hangs or is given up to close, and for all of them at the end
+_CLOSE_S = 3.0  # limit for closing an episode that hangs or was abandoned, and for all of them at the end
 
 
 class Collector:
@@ -80,7 +80,7 @@ class Collector:
     rollout: `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
         `concurrent_groups`, and `max_running`, which bounds the trajectories of an evaluation.
     env: `threads`, `step_timeout_s` and `retries`. Turns are limited by the suite.
-    top_logprobs: how many the engine returns with each token of `collect`; `evaluate` requests none.
+    top_logprobs: number that the engine returns with each token of `collect`; `evaluate` requests none.
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
     spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
     agents: serves the attempts of episodes that are an `AgentEpisode`; needed only by suites that have them.
@@ -175,7 +175,7 @@ class Collector:
     async def _roll_out_siblings(
         self, tasks: Sequence[Task], capacity: asyncio.Semaphore | None = None
     ) -> list[Attempt]:
-        """Roll out all attempts at an instance, those of one game together. capacity: games at once."""
+        """Roll out all attempts at an instance, those of one game together. capacity: of games at once."""
         players = num_players(self._suite, tasks[0].instance_id)
         games = [tasks[first : first + players] for first in range(0, len(tasks), players)]
 
@@ -190,7 +190,7 @@ class Collector:
     async def _score_group(self, attempts: Sequence[Attempt]) -> None:
         """Replace the rewards of siblings by those of `suite.score_group`, if it has one.
 
-        What it changes counts in the last turn. A failure masks all siblings.
+        Its change of a reward counts in the last turn. A failure masks all siblings.
         """
         score = getattr(self._suite, "score_group", None)
         finished = [a for a in attempts if a.trajectory.status is TrajectoryStatus.COMPLETE]
@@ -198,7 +198,7 @@ class Collector:
             return
 
         with self._spans.lane() as lane, self._in_flight():
-            finished[0].lane = lane  # its own has ended
+            finished[0].lane = lane  # its own lane has ended
             try:
                 scored = await self._group_rewards(score, finished)
             except InfrastructureError as failure:
@@ -221,7 +221,7 @@ class Collector:
     async def _group_rewards(
         self, score: Callable[..., Any], finished: Sequence[Attempt]
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Call `score_group`, again after a failure of the infrastructure; return (reward, info) of each."""
+        """Call `score_group`, again after a failure of infrastructure; return (reward, info) of each."""
         members = [
             GroupMember(
                 text=(a.actions or [""])[-1],
@@ -246,7 +246,7 @@ class Collector:
 
     @contextlib.contextmanager
     def _in_flight(self) -> Iterator[None]:
-        """Have `close` wait for what runs here, so that no thread runs after the pool is shut down."""
+        """Make `close` wait for calls in this block, so that no thread runs after the pool shuts down."""
         ended = asyncio.get_running_loop().create_future()
         self._running.add(ended)
         try:
@@ -294,7 +294,7 @@ class Collector:
     async def _roll_out_in(
         self, lanes: Sequence[Lane], tasks: Sequence[Task], stored: dict[str, int]
     ) -> list[Attempt]:
-        """Try until an episode does not fail of infrastructure, and return the last attempts."""
+        """Repeat until an episode does not fail because of infrastructure, and return the last attempts."""
         for retry in range(self._env.retries + 1):
             error: BaseException | None = None
             stored.clear()
@@ -336,7 +336,7 @@ class Collector:
         return Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane, stored=stored)
 
     def _record(self, attempt: Attempt, retries: int) -> None:
-        """Put into the info what is known of any attempt, however it ended."""
+        """Write into the info what every attempt records, however it ended."""
         trajectory = attempt.trajectory
         trajectory.info |= {
             "submitted": bool(trajectory.info.get("submitted", False)),
@@ -352,7 +352,7 @@ class Collector:
 
         Raises:
             InfrastructureError: trying again may help.
-            Masked: it will not.
+            Masked: trying again will not help.
             EnvironmentRaised: with the environment's exception as its cause.
         """
         self._turns.check_open()
@@ -377,7 +377,7 @@ class Collector:
             trajectory = attempt.trajectory
             trajectory.side = side
             trajectory.turn_rewards, trajectory.reward = attempt.rewards, sum(attempt.rewards)
-            # An episode may end well on an answer that was cut off, so its own end says nothing about it.
+            # An episode may end normally on an answer that was cut off, so its end does not show it.
             trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
             trajectory.info |= result.info | {"exit_reason": reason.value}
 
@@ -387,12 +387,12 @@ class Collector:
         return await self._take_turns(attempt, episode)
 
     async def _close_episode(self, attempt: Attempt, episode: Any, limit: float | None) -> None:
-        """Free the sandbox. limit: seconds to wait for it when the attempt has failed already; None: all.
+        """Free the sandbox. limit: seconds to wait when the attempt has failed already; None: no limit.
 
         A cancelled attempt frees its sandbox too: the call continues without a waiter.
         """
         closing = asyncio.ensure_future(self._call(attempt, "close", close_episode, episode))
-        # Read what it raises even when nobody waits for it any more, or asyncio prints it.
+        # Retrieve its exception even when no caller waits any more; otherwise asyncio prints it.
         closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
         await asyncio.wait({closing}, timeout=limit)
         if limit is None:
@@ -438,7 +438,7 @@ class Collector:
         return await self._finish(attempt, episode), ExitReason.MAX_TURNS
 
     async def _finish(self, attempt: Attempt, episode: Episode) -> StepResult:
-        """End an episode from outside; what it returns is added to the reward of the last turn."""
+        """End an episode from outside; the reward that it returns is added to that of the last turn."""
         result = step_of(await self._call(attempt, "finish", finish_episode, episode), last=True)
         if attempt.rewards:
             attempt.rewards[-1] += result.reward or 0.0
@@ -503,7 +503,7 @@ class Collector:
     async def _call(self, attempt: Attempt, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call the environment in one of the collector's threads, and return what it returns.
 
-        What an `async def` returns is awaited in the loop for code of the user, without a thread.
+        The result of an `async def` is awaited in the loop for user code, without a thread.
         """
 
         def timed() -> Any:

@@ -1,4 +1,4 @@
-"""The engine Protocol: what the collector and the controller need of any decoding engine.
+"""The engine Protocol: the methods of a decoding engine that the collector and the controller call.
 
 Owns the contract, and the requests that every engine refuses. `embedded` implements it in-process, `sglang`
 over HTTP.
@@ -23,8 +23,8 @@ class EngineStats:
     busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
     decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
         plain_seconds: their tokens without drafts, by those costs; predicted_seconds: the policy's estimate.
-    kv_rows: conversations that it stores at any length. kv_tokens: of those that it stores in addition; 0 is
-        unknown.
+    kv_rows: number of conversations that it stores at any length. kv_tokens: tokens of further conversations
+        that it stores in addition; 0 is unknown.
     costs: measured seconds of a decode step by (batch, gamma), of engines that measure them.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.
     server: figures of an engine's server by metric name, `{k}` in it standing for the worker's number.
@@ -55,10 +55,10 @@ class Engine(ReceivesWeights, Protocol):
         """Generate one turn; returns partial output with finish_reason ABORT after `abort`."""
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort the named requests (all when None); their `generate` calls return what exists."""
+        """Abort the named requests (all when None); their `generate` calls return the tokens so far."""
 
     def end_session(self, session_id: str) -> None:
-        """Free what is cached for a conversation."""
+        """Free the cache of a conversation."""
 
     def pause(self) -> None:
         """Stop decoding between two steps; returns once no step is running."""

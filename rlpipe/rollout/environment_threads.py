@@ -6,8 +6,8 @@
     result_of(coroutine) -> the loop for `async def` methods runs it -> result
                                      `-> not back in time: EnvironmentHung, and it is cancelled
 
-A stuck thread cannot be ended by Python. It is counted for as long as it is stuck; too many of them end the
-run. All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises in
+Python cannot end a stuck thread. Such a thread is counted for as long as it is stuck; too many of them end
+the run. All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises in
 them: an environment must not end a run silently.
 """
 
@@ -64,7 +64,7 @@ class EnvironmentThreads:
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Return what the function returns, from one of the threads. name: of the method, for messages.
 
-        A caller that is cancelled leaves; the call continues and keeps its slot.
+        If the caller is cancelled, the call continues and keeps its slot.
         Raises EnvironmentHung after the time limit, RunStopped when too many threads are stuck.
         """
         await self._slots.acquire()
@@ -90,14 +90,14 @@ class EnvironmentThreads:
             task.cancel()
 
     def busiest(self) -> tuple[str, float] | None:
-        """Return what the longest of the running calls is doing, and its seconds; None when none runs."""
+        """Return the activity and the seconds of the longest running call; None when none runs."""
         longest = min(self._running.values(), key=lambda call: call.since, default=None)
         if longest is None:
             return None
         return f"{longest.work}() at {longest.place()}", time.monotonic() - longest.since
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for running calls, at most so long, and end the threads that are idle then."""
+        """Wait for running calls up to a time limit, and end the threads that are idle then."""
         if self._running:
             await asyncio.wait(list(self._running), timeout=timeout_s)
         while self._idle:
@@ -132,7 +132,7 @@ class EnvironmentThreads:
         self._running.pop(task)
         self._slots.release()
 
-        # The caller may have left: an unawaited failure is ignored.
+        # The caller may be gone: a failure that nobody awaits is ignored.
         if not task.cancelled():
             task.exception()
 
@@ -175,7 +175,7 @@ class _Thread:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-            # Nothing of a call outlives it: a waiting thread would keep its episode in memory.
+            # Drop all references to the call: a waiting thread would keep its episode in memory.
             del call, future, function
 
 

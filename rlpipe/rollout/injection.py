@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class InjectedEngine:
     """An engine whose weights are old or noisy, and some of whose turns take longer.
 
-    Invariant: served version >= newest version - stale_steps. After a restart, which leaves no older weights
-    to serve, it serves the newest until they are that old.
+    Invariant: served version >= newest version - stale_steps. After a restart there are no older weights to
+    serve: the newest are served until they are that old.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class InjectedEngine:
         """Disturb `engine`.
 
         Args:
-            engine: the one that generates; closed by `close`.
+            engine: the engine that generates; closed by `close`.
             config: the faults.
             max_context: tokens of a conversation.
             weights: those that the engine started with.
@@ -62,7 +62,7 @@ class InjectedEngine:
             self._serve(weights, 0)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Return the engine's turn, for a share of turns only after further tokens were decoded."""
+        """Return the engine's turn, for a share of turns after decoding further tokens."""
         result = await self._engine.generate(request)
         context = np.concatenate((request.prompt_ids, result.output_ids))
         tokens = min(self._config.long_turn_tokens, self._max_context - len(context))
@@ -88,12 +88,12 @@ class InjectedEngine:
         self._engine.resume()
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Hold a version back, and serve the one that is now `stale_steps` old, if there is one."""
+        """Hold a version back, and serve the version that is now `stale_steps` old, if there is one."""
         if not self._config.stale_steps:
             self._serve(weights, version)
             return
 
-        # The trainer went back to a checkpoint: what it learnt since must not be served.
+        # The trainer went back to a checkpoint: what it learnt since then must not be served.
         if version < self._serving or (self._held and version <= self._held[-1][0]):
             self._held.clear()
             self._serve(weights, version)

@@ -1,11 +1,11 @@
-"""Bounds how many attempts of one worker are open by the keys and values that its engine can store.
+"""Bounds the open attempts of one worker by the keys and values that its engine can store.
 
     admit (waits) -> the attempt's conversations grow with its turns -> it ends, and others are admitted
 
-A conversation that the engine cannot store is computed again at each of its turns, so that more open attempts
-make fewer turns. An attempt is therefore admitted when it fits in addition to all open ones, at the length
-that recent attempts had at their end (until one has ended, at the lengths so far). This is an estimate: open
-attempts are never interrupted, and what does not fit is computed again.
+A conversation that the engine cannot store is computed again at each of its turns, so more open attempts then
+make fewer turns. An attempt is therefore admitted when it fits in addition to all open ones. Its length is
+assumed to be the final length of recent attempts (until one has ended, the lengths so far). This is an
+estimate: open attempts are never interrupted, and whatever does not fit is computed again.
 
 Invariant: attempts are admitted in the order of their calls, and one always is if none is open.
 """
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from statistics import fmean
 
-_RECENT = 64  # attempts whose length is expected of the next one
+_RECENT = 64  # attempts from which the length of the next one is estimated
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class KvBudget:
     async def admit(self, attempts: int) -> AsyncIterator[Admitted]:
         """Wait until some attempts fit, and count them as open while the context is entered.
 
-        The caller keeps `tokens` of what it gets up to date.
+        The caller keeps the `tokens` of the result up to date.
         """
         requested, turn = Admitted(attempts), asyncio.get_running_loop().create_future()
         self._waiting.append((turn, requested))
@@ -91,5 +91,5 @@ class KvBudget:
             max(one.length, expected) for one in (*self._open, requested) for _ in range(one.attempts)
         )
 
-        # It is not known which have a row: assuming the shortest, the estimate is never too low.
+        # It is unknown which attempts have a row: assuming the shortest, the estimate is never too low.
         return sum(lengths[self._rows :]) <= self._tokens

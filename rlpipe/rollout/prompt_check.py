@@ -1,4 +1,4 @@
-"""What the model would read of an environment: its messages, rendered by the chat template before a run.
+"""Renders an environment's messages by the chat template before a run, as the model would read them.
 
 For `rlpipe.envs.rehearsal`, which knows no chat template.
 """

@@ -2,8 +2,8 @@
 
     collector --> generate --> next_turn --> (another worker) --> turn_generated or turn_failed --> collector
 
-Conversations and sandboxes stay with the worker; only turns move, one at a time. Tokens that the previous
-engine had decoded of a turn are not lost: the collector requests the remaining ones, and each keeps its
+Conversations and sandboxes stay with the worker; only turns move, one at a time. Tokens of a turn that the
+previous engine had decoded are not lost: the collector requests the remaining ones, and each token keeps its
 version.
 """
 
@@ -50,7 +50,7 @@ class RelayEngine:
         return request
 
     def turn_generated(self, request_id: str, result: GenerateResult) -> None:
-        """Answer a turn; the result of one that was aborted meanwhile is discarded."""
+        """Answer a turn; the result of a turn that was aborted meanwhile is discarded."""
         if future := self._open(request_id):
             future.set_result(result)
 

@@ -1,16 +1,16 @@
 """Attention of a few new tokens per row over the cached keys of the row.
 
 Owns the choice of kernel and the mask for each. On a CPU, a few queries against a few hundred keys go through
-`attend_products`, in which the query heads that share a key head are the rows of one product, so that keys
-and values are read once. In float32 two batched products are fastest (25 to 30% less time than
+`attend_products`. There the query heads that share a key head are the rows of one product, so that keys and
+values are read once. In float32 two batched products are fastest (25 to 30% less time than
 scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16
 scaled_dot_product_attention over the same rows is used where query heads share key heads: it takes half the
-time of the products at 1 row and the same at 32 (measured under load, three query heads for each key head).
-For a single query per key head the products are faster. Everything else goes through `attend`, which on a GPU
-allows the memory-efficient kernel only.
+time of the products at 1 row and the same time at 32 (measured under load, three query heads for each key
+head). For a single query per key head the products are faster. Everything else goes through `attend`, which
+on a GPU allows only the memory-efficient kernel.
 
-`attend_products` reads as many keys of each row as the longest row has, which one long conversation makes
-expensive for all: it runs over groups of consecutive rows of similar lengths.
+`attend_products` reads for each row as many keys as the longest row has. One long conversation would make
+this expensive for all rows, so it runs over groups of consecutive rows of similar lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NARROW_QUERIES = 8  # tokens per row up to which the two products are used on a 
 PIECE_ROWS = 4  # rows that stay together
 PIECE_KEYS = 1000  # one more group costs as much time as reading this many keys of a row
 
-Piece = tuple[int, int, int]  # rows start..stop - 1, and how many of their keys are read
+Piece = tuple[int, int, int]  # rows start..stop - 1, and the number of their keys that are read
 
 
 def use_products(width: int, device: torch.device) -> bool:
@@ -74,7 +74,7 @@ def attend_grouped(
     grouped = query.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 1, 3, 4)  # [B, kv_heads, q, group, D]
     group, length = grouped.shape[3], mask.shape[2]
 
-    # The kernel wants rows of the mask at multiples of 16 bytes.
+    # The kernel requires rows of the mask at multiples of 16 bytes.
     bias = F.pad(mask.to(query.dtype).repeat_interleave(group, 1), (0, -length % 8))[..., :length]
     bias = bias.unsqueeze(1).expand(-1, keys.shape[1], -1, -1)
     grouped = grouped.flatten(2, 3)
@@ -88,7 +88,7 @@ def attend_grouped(
 
 
 def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
-    """Group consecutive rows, so that few keys are read in vain; contexts: [B], keys that each row needs.
+    """Group consecutive rows, so that few keys are read needlessly; contexts: [B], keys that each row needs.
 
     >>> pieces_of(np.array([900, 880, 910, 905, *[100] * 8]))
     ((0, 4, 910), (4, 12, 100))
@@ -100,7 +100,7 @@ def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
     for index, keys in enumerate(longest):
         start, stop = index * PIECE_ROWS, min((index + 1) * PIECE_ROWS, len(contexts))
 
-        # Join the rows to the group before them where few keys are read in vain.
+        # Join the rows to the group before them where few keys are read needlessly.
         if groups:
             begin, middle, before = groups[-1]
             more = max(before, keys)

@@ -67,7 +67,7 @@ class Decoder:
     ) -> Emitted:
         """Decode all active rows by one step; the last len(starts) + len(copies) of them are new.
 
-        starts: first position to process of the new rows, best ordered by how much there is to process.
+        starts: first position to process of the new rows, preferably ordered by the work to do.
         copies: rows (among those) with the same prompt as the rows after the filled ones, one entry per
         such row.
         gamma: drafts per row. record: return drafts with their probabilities.
@@ -87,7 +87,7 @@ class Decoder:
         hidden, inputs = model.forward_to_draft(torch.cat([part.tokens.flatten() for part in parts]), spans)
         routes = None if table.routes is None else last_routes(layer.mlp for layer in model.layers)
 
-        # Hidden states that are sampled from: all of a decoding row, the last of a prompt.
+        # Hidden states to sample from: all of a decoding row, the last of a prompt.
         nodes = drafted.part.span.tokens if drafted else 0
         ready = torch.cat((hidden[:nodes], self._prompt_ends(hidden, nodes, decoding, fills, copies)))
         copied = self._prompt_ends(inputs, nodes, decoding, fills, copies)[len(starts) :] if copies else None
@@ -177,7 +177,7 @@ class Decoder:
         table.draft_keys[: table.active] = self._model.slots
 
     def _close_gaps(self, decoding: int) -> None:
-        """Run the draft over the tokens that rows decoded without it."""
+        """Run the draft over the tokens that rows decoded while it was off."""
         table, rows = self._table, slice(0, decoding)
         ends = table.total[rows] - 1
         if table.history is None or (table.draft_keys[rows] >= ends).all():

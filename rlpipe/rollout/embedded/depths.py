@@ -2,7 +2,7 @@
 
 Chained as in DeepSeek-V3 (arXiv:2412.19437, section 2.2): with h_0 the target's states and e_s the embedding
 of token s, layer k computes h_k[t] = layer_k(h_{k-1}[t], e_{t+k}) and attends to the layer's keys of earlier
-anchors t, made of the same depth. So a layer is one token further ahead than the one before it:
+anchors t, of the same depth. So a layer is one token further ahead than the one before it:
 
     tokens       . . . a a a | d d       n = 6 tokens are known, of which the last is pending
     layer 1      0 1 2 3 4 |             anchors it can run with known tokens: up to n - 2

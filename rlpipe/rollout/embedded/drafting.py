@@ -2,7 +2,7 @@
 
 Owns the draft tokens, their slots in the cache and their verification; the decoder owns the passes before
 and after.
-Both read the row table, where `hidden` is each row's depth-1 draft state from the step before (with
+Both modules read the row table, where `hidden` is each row's depth-1 draft state from the step before (with
 several layers also those of the others: see `depths`).
 
     chain   d_1 .. d_gamma, node i at slot and position total - 1 + i
@@ -250,8 +250,8 @@ class LookupDrafting(ChainDrafting):
 class TreeDrafting(_RowDrafting):
     """Several children at every node of a static tree.
 
-    Of rows that sample they are sampled without replacement. Of greedy rows, where only the argmax is ever
-    accepted, they are the likeliest tokens, so that all of them differ.
+    For rows that sample, the children are sampled without replacement. For greedy rows, where only the argmax
+    is ever accepted, they are the likeliest tokens, so that all of them differ.
     """
 
     def __init__(self, model: Model, table: RowTable, tree: Tree) -> None:

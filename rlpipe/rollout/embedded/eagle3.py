@@ -2,7 +2,7 @@
 
 Owns the draft's weights and its step; the equations are in `drafts.eagle3_model`, which trains it. The draft
 is read from a separate directory; only the embedding is the target's. If it is co-trained
-(draft.train=online), its weights come with each update of the target. Otherwise it stays as it is: decoding
+(draft.train=online), its weights come with each update of the target. Otherwise it does not change: decoding
 remains lossless, but the acceptance rate falls until the draft is trained again.
 """
 
@@ -24,7 +24,7 @@ from rlpipe.rollout.embedded.span import Span
 class Eagle3Draft:
     """Weights of a draft, ready to multiply once `attach` has been called.
 
-    layers: indices of the target layers that it reads as features. ids: tokens that it knows; None for all.
+    layers: indices of the target layers that it reads as features. ids: its vocabulary; None for all.
     """
 
     prefix = PREFIX
@@ -80,5 +80,5 @@ class Eagle3Draft:
         return self._fc(torch.cat(features, -1))
 
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
-        """Compute logits [N, D] over the tokens that the draft knows."""
+        """Compute logits [N, D] over the draft's vocabulary."""
         return self._head(model.norm(state, self._norm))

@@ -165,7 +165,7 @@ class EmbeddedEngine:
             self._inbox.append((lambda: self._scheduler.submit(job), None))
             self._wake.notify()
 
-        # A caller that goes away leaves no request behind: the row is freed at the next step.
+        # A cancelled caller leaves no request behind: the row is freed at the next step.
         try:
             return await future
         except asyncio.CancelledError:

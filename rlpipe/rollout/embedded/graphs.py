@@ -1,9 +1,9 @@
 """CUDA graphs of passes over the decoding rows, in buffers of a few fixed shapes.
 
-A pass of a small model is over before Python has launched its next kernel; a graph launches all of them at
-once. It replays the addresses it was captured with, so rows and context are padded to sizes of a short list:
-rows beyond those that decode read the keys of other rows, write into a row that is never read, and their
-results are dropped. On a CPU the same buffers are used without capture; the tests run this path.
+A pass of a small model is over before Python has launched its next kernel; a graph launches all kernels at
+once. It replays the addresses it was captured with, so rows and context are padded to a short list of sizes.
+Padding rows read the keys of other rows and write into a row that is never read, and their results are
+dropped. On a CPU the same buffers are used without capture; the tests run this path.
 """
 
 from __future__ import annotations

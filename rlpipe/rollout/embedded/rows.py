@@ -8,10 +8,11 @@ Only keys, values and the draft's hidden state are on the device. Other state is
 host, uploaded by a pass as needed: every token passes through the host anyway. A row with `total` tokens
 has keys for the first total - 1 of them; the last one is the next pass's input.
 
-A conversation whose row another one needs is parked: what its row holds is copied to the host, and back when
-its next request joins. So rows hold what runs, and more conversations can be open than there are rows. Parked
-ones have at most PARKED times as many tokens as fit into all rows; one that does not fit loses its keys.
-The oldest is not dropped for it: where conversations take turns, the oldest is the next one to continue.
+A conversation whose row is needed by another is parked: its row is copied to the host, and copied back when
+its next request joins. So rows hold running conversations, and more conversations can be open than there are
+rows. Parked conversations have at most PARKED times as many tokens as fit into all rows; one that does not
+fit loses its keys. The oldest parked one is not dropped instead: where conversations take turns, the oldest
+is the next one to continue.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rlpipe.types import routes_type
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Cached:
-    """What is cached of a conversation: tokens, all but the last with keys, and `draft_keys` of the table."""
+    """The cache of a conversation: tokens, all but the last with keys, and `draft_keys` of the table."""
 
     tokens: np.ndarray
     draft_keys: int
@@ -116,12 +117,12 @@ class RowTable:
         return self._sessions.get(session_id) if session_id is not None else None
 
     def cached(self, session_id: str | None) -> Cached | None:
-        """Return what is cached of a conversation without a request, or None."""
+        """Return the cached part of a conversation without a request, or None."""
         row, parked = self.idle_row(session_id), self._parked.get(session_id or "")
         return self.cached_in(row) if row is not None else parked.cached if parked else None
 
     def cached_in(self, row: int) -> Cached:
-        """Return what is cached in a row; changes with it."""
+        """Return the cached conversation of a row; the result changes with the row."""
         return Cached(tokens=self.tokens[row, : int(self.total[row])], draft_keys=int(self.draft_keys[row]))
 
     def take(self, session_id: str | None) -> tuple[int, bool]:

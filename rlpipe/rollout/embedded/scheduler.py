@@ -1,7 +1,7 @@
 """Request scheduling: admission to rows, bookkeeping of emitted tokens, and the end of requests.
 
-Owns the waiting queue and the answers; runs on the engine thread only. One round: admit what fits, run
-one step of everything, answer the requests that ended and release their rows.
+Owns the waiting queue and the answers; runs on the engine thread only. One round: admit the requests that
+fit, run one step of all rows, answer the requests that ended and release their rows.
 
 A conversation whose keys are still cached processes only its new tokens. Requests with equal prompts
 that join in one round are processed once, and their keys are copied.
@@ -74,7 +74,7 @@ class Scheduler:
         return bool(self._waiting or self._table.active)
 
     def round(self) -> None:
-        """Admit what fits and run one step of everything."""
+        """Admit the requests that fit, and run one step of all rows."""
         decoding = self._table.active
         self._gamma = self._policy.choose(min(self._table.rows, decoding + len(self._waiting)))
         self._table.tidy()
@@ -142,11 +142,11 @@ class Scheduler:
         table = self._table
         first, copies = table.active, []
 
-        # Requests of similar lengths are neighbours, so that their prompts are padded little.
+        # Requests of similar lengths are neighbours, so that their prompts need little padding.
         leaders.sort(key=lambda item: item[0])
 
-        # Copies come after all rows that are processed; `Decoder.step` expects this order. Of several leaders
-        # with one prompt they copy the first.
+        # Copies come after all rows that are processed; `Decoder.step` expects this order. If several leaders
+        # have one prompt, copies use the first.
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
             for job in followers.pop(leader.request.prompt_ids.tobytes(), ()):
@@ -172,7 +172,7 @@ class Scheduler:
             if key in followers and cached is None:
                 followers[key].append(job)
             else:
-                # A conversation with cached keys copies none, whoever else has its prompt.
+                # A conversation with cached keys copies none, even if another request has its prompt.
                 size = len(prompt) - self._start(cached, prompt)
                 if leaders and size > budget:
                     break

@@ -2,7 +2,7 @@
 
 Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.Engine`.
 
-    arguments.py  settings -> command line, environment, and what the server must report about itself
+    arguments.py  settings -> command line, environment, and the values that the server must report
     wire.py       server-sent events on reused connections
     batches.py    turns that leave in one request
     target.py     the directory that a server loads, where a draft needs outputs of the target's layers

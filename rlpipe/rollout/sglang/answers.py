@@ -7,7 +7,7 @@ token; `spec_correct_drafts_histogram[k]` counts verify steps that accepted exac
 With rlpipe's plugin logprobs, exact entropies and, where requested, the verify steps with p and q of every
 draft are packed arrays (`sglang_env/plugin`, pack.py). SGLang itself returns no drafts and no entropies:
 without the plugin each entropy is estimated by -logprob of the sampled token, which is unbiased, since
-E[-ln p(x)] = H(p); means over tokens are right, single values are noisy.
+E[-ln p(x)] = H(p); means over tokens are unbiased, single values are noisy.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def parse_answer(
 ) -> GenerateResult:
     """Parse the answer to `generate_body(request)`, complete or partial.
 
-    known: versions of the first tokens. SGLang sends spans with the last part of a stream only; before, new
-    tokens have the version that it serves when it sends them.
+    known: versions of the first tokens. SGLang sends spans only with the last part of a stream; until then,
+    new tokens have the version that it serves when it sends them.
 
     Raises ServerError when lists that belong together have different lengths.
     """
@@ -212,7 +212,7 @@ def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
 
 
 def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
-    """Map the finish reason of an answer; one that is still running has none yet and counts as cut off."""
+    """Map the finish reason of an answer; an answer in progress has none yet and counts as cut off."""
     kind = reason["type"] if reason else "abort"
     return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(kind, FinishReason.ABORT)
 

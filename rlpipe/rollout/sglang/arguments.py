@@ -10,7 +10,7 @@ Owns the mapping of our decoding modes onto SGLang's flags:
 | greedy       | as target_only; requests must have temperature 0, where SGLang takes argmax |
 | tree         | refused: SGLang's tree has no sampled drafts                              |
 
-NEXTN drafts with the MTP layer; for spec.drafter=eagle3 read EAGLE3.
+NEXTN drafts with the MTP layer; for spec.drafter=eagle3 the algorithm is EAGLE3.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_supported(
 ) -> None:
     """Refuse at launch what the server would refuse only later, or would silently change.
 
-    What SGLang never does is refused by `config.checks.check_sglang`.
+    Settings that SGLang never supports are refused by `config.checks.check_sglang`.
     Raises ValueError with the problem, the value and a hint.
     """
     if spec.mode is SpecMode.BLOCK and not on_gpu:
@@ -183,7 +183,7 @@ def command(
 
 
 def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
-    """Return the positions that a request may take: SGLang counts the drafts of the last step among them."""
+    """Return the positions that a request may take, including the drafts of the last step, as SGLang does."""
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
 
 
@@ -204,7 +204,7 @@ def server_environment(
     """Return the server's environment variables: those of this process, except its interpreter's.
 
     adaptive: whether the server chooses the number of drafts.
-    draft_vocab: file with the tokens that it drafts among; None for all.
+    draft_vocab: file with the draft vocabulary; None for all.
     """
     interpreter = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
     variables = {name: value for name, value in os.environ.items() if name not in interpreter}
@@ -234,7 +234,7 @@ def server_environment(
 def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: SpecConfig) -> None:
     """Check that the server runs with the flags of its command line; SGLang changes some silently.
 
-    Raises RuntimeError naming each difference, or what keeps rlpipe's plugin from working.
+    Raises RuntimeError naming each difference, or the reason why rlpipe's plugin cannot work.
     """
     expected: dict[str, Any] = {
         "version": SGLANG_VERSION,

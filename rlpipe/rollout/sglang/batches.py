@@ -1,13 +1,13 @@
-"""Turns of which only the end is wanted, sent to the server in one request.
+"""Turns whose caller wants only the complete answer, sent to the server in one request.
 
-Requests that wait when the event loop comes round leave in one POST: the siblings of a group, the turns whose
-environments answered at the same time. A single request is sent by itself, at once. Of a growing answer only
-the last part is read.
+Requests that wait in the same round of the event loop leave in one POST: the siblings of a group, or turns
+whose environments answered at the same time. A single request is sent at once, by itself. Of a growing answer
+only the last part is read.
 
 | what happens                          | to it            | to the others of its POST         |
 | its caller leaves                     | aborted by its id | continue                         |
 | the server refuses the POST           | sent by itself   | sent by themselves                |
-| the server breaks off                 | ServerUnreachable | ServerUnreachable                |
+| the connection breaks                 | ServerUnreachable | ServerUnreachable                |
 | silent for the client's timeout       | ServerUnreachable | continue                         |
 """
 
@@ -31,7 +31,7 @@ _COLUMNS = ("rid", "input_ids", "sampling_params")  # one entry a request in a P
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One request. heard: when its last part arrived."""
+    """One request. heard: the time when its last part arrived."""
 
     body: Mapping[str, Any]
     answer: asyncio.Future[dict[str, Any]]
@@ -77,7 +77,7 @@ class Batches:
             self._turns.discard(turn)
 
     def close(self) -> None:
-        """End what runs; its callers get ServerUnreachable."""
+        """End running requests; their callers get ServerUnreachable."""
         _fail(self._turns, ServerUnreachable("/generate was closed: its server was replaced"))
         for task in self._running:
             task.cancel()
@@ -157,7 +157,7 @@ def _fail(turns: Iterable[_Turn], error: Exception) -> None:
 
 
 def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the bodies of requests that differ in id, prompt and sampling only into the body of one POST.
+    """Join the bodies of requests that differ only in id, prompt and sampling into the body of one POST.
 
     >>> joined_body([{"rid": "a", "input_ids": [1], "sampling_params": {}, "priority": 0}])["rid"]
     'a'

@@ -1,8 +1,8 @@
 """HTTP to one server: JSON in and out, errors with the server's message, retries where they are safe.
 
-Owns no state of the engine. `read` repeats requests that change nothing; everything else is sent once,
-because a weight update or a generation that may have happened must not happen twice without its caller
-knowing. Generations go over `wire`, everything else over httpx.
+Owns no state of the engine. `read` repeats requests that change nothing. Everything else is sent once,
+because a weight update or a generation that may have happened must not happen twice without its caller's
+knowledge. Generations go over `wire`, everything else over httpx.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SglangClient:
             yield event
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the complete answer of one generation, which may travel with others (`batches`)."""
+        """Return the complete answer of one generation, which may share its request (`batches`)."""
         self._require_open(_GENERATE)
         return await self._batches.answer(body)
 

@@ -48,7 +48,7 @@ from rlpipe.weights.sync import WeightSync
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_ATTEMPTS = 3  # of one turn with servers that live and yet do not answer it
+_ATTEMPTS = 3  # attempts at one turn with servers that live but do not answer it
 
 
 def _log_event(kind: str, **fields: object) -> None:
@@ -56,7 +56,7 @@ def _log_event(kind: str, **fields: object) -> None:
 
 
 def check_launch(config: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> SglangEnvironment:
-    """Check on this machine what can be known to be wrong before a server is started.
+    """Check everything that can be checked on this machine before a server is started.
 
     Returns the interpreter to use. Raises ValueError: a mode SGLang does not have, a model without MTP layer,
     a draft of another vocabulary, a wrong interpreter or version, a taken port.
@@ -74,7 +74,7 @@ class SglangEngine:
     on_event: called with each failure (kind, fields): `canary_failed`, `speculation_disabled`, `server_died`,
         `server_hung`, `server_restarted`, `broadcast_failed`.
 
-    Raises ValueError for what can be known to be wrong (interpreter, versions, port, model, mode), and
+    Raises ValueError for errors found before the start (interpreter, versions, port, model, mode), and
     RuntimeError when the server does not start, or not as configured.
     """
 
@@ -120,7 +120,7 @@ class SglangEngine:
             self.close()
             raise
 
-        # Answers make many lists: the collections that they cause need not walk through all modules.
+        # Answers create many lists: the garbage collections that follow need not visit all modules.
         gc.collect()
         gc.freeze()
 
@@ -140,7 +140,7 @@ class SglangEngine:
         """Generate one turn; see `Engine.generate`.
 
         priority: requests of a higher one are scheduled first.
-        A turn lost with its server is sampled anew on the next one.
+        A turn lost with its server is sampled again on the next one.
 
         Raises ValueError for an impossible request, ServerError when the server refuses it, RuntimeError
         when servers fail more than `rollout.sglang.max_restarts` times.
@@ -184,7 +184,7 @@ class SglangEngine:
             reading.cancel()
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests; their `generate` returns what exists. Does not wait."""
+        """End requests; their `generate` returns the tokens so far. Does not wait."""
         if not self._closed:
             aborting = self._turns.abort(self._http, request_ids)
             asyncio.run_coroutine_threadsafe(aborting, self._loop).add_done_callback(_log_failure)
@@ -193,7 +193,7 @@ class SglangEngine:
         """Do nothing: the server evicts cached prefixes by itself."""
 
     def pause(self) -> None:
-        """Stop decoding; requests stay where they are."""
+        """Stop decoding; requests stay on the server."""
         self._call(self._set_paused(paused=True))
 
     def resume(self) -> None:
@@ -201,9 +201,9 @@ class SglangEngine:
         self._call(self._set_paused(paused=False))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace target and draft weights and verify it; returns when they serve as `version`.
+        """Replace target and draft weights and verify the update; returns when they are served as `version`.
 
-        The tensors are referenced until the next update, for a server that has to be replaced: do not modify
+        The tensors are referenced until the next update, in case the server has to be replaced: do not modify
         them.
 
         Raises ValueError naming missing, unknown or misshapen weights (the old ones stay), ServerError when
@@ -218,10 +218,10 @@ class SglangEngine:
         self._call(self._updates.bring(DesiredWeights(weights=in_memory, version=version)))
 
     def receive_weights(self, offer: Offer) -> None:
-        """Replace weights by what the trainer broadcasts to all servers at once; see `update_weights`.
+        """Replace weights by those that the trainer broadcasts to all servers at once; see `update_weights`.
 
         A server that is not in the group, or whose group breaks off (event `broadcast_failed`), receives the
-        same weights by itself. Raises as `update_weights`.
+        same weights separately. Raises as `update_weights`.
         """
         self._require_open()
         weights = {name: tensor for bucket in offer.buckets for name, tensor in bucket}
@@ -230,12 +230,12 @@ class SglangEngine:
         self._call(self._updates.bring(desired))
 
     def membership(self) -> Member:
-        """Return the server, if it answers now, and the group it is in; a broadcast waits for such only."""
+        """Return the server, if it answers now, and its group; a broadcast waits only for such servers."""
         self._require_open()
         return self._call(self._updates.membership())
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> CanaryReport:
-        """Compare what the server holds, target and draft, with `weights`."""
+        """Compare the server's weights, target and draft, with `weights`."""
 
         async def compared() -> CanaryReport:
             expecting = self._sync.checksums(weights)
@@ -246,7 +246,7 @@ class SglangEngine:
     def restart(self, grace: float = 60.0) -> None:
         """Drain the server and replace it by one that holds the newest weights.
 
-        New requests wait for it; running ones have `grace` seconds, then end with what they have.
+        New requests wait for it; running ones have `grace` seconds, then end with the tokens so far.
         """
         self._require_open()
         self._call(self._restart(grace))

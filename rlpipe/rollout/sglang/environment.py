@@ -22,7 +22,7 @@ from rlpipe.config.sglang import SglangConfig, WeightTransfer
 SGLANG_VERSION = "0.5.23"
 CPU_SUPPORT_VERSION = f"{SGLANG_VERSION}.1"  # of sglang_env/cpu_support
 _HINT = "Run scripts/install_sglang"
-_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # where torch for CUDA gets it from
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # packages from which torch for CUDA gets NCCL
 _PROBE = f"""
 NCCL = {_NCCL}
 import json
@@ -115,7 +115,7 @@ def served_nccl(config: SglangConfig) -> str:
 
 
 def nccl_differs(local: str, served: str) -> bool:
-    """Return whether two versions are known and would refuse each other; torch builds without one do not."""
+    """Return whether two versions are known and would refuse each other; without NCCL they do not."""
     return bool(local and served) and local != served
 
 

@@ -1,7 +1,7 @@
 """The share of a GPU that a server may take, as SGLang reads it.
 
-SGLang's fraction is of the memory that is free when it starts: it leaves (1 - fraction) of that unused.
-`rollout.sglang.memory_fraction` is of the whole GPU, which a trainer may use already.
+SGLang's fraction refers to the memory that is free when it starts: it leaves (1 - fraction) of that unused.
+`rollout.sglang.memory_fraction` refers to the whole GPU, part of which a trainer may already use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Run a command and end it, with all it started, when standard input closes.
+"""Run a command and end it, with all its children, when standard input closes.
 
     python guard.py COMMAND [ARGUMENTS...]
 
-The process that starts a server has the other end of that pipe: however it ends, kill -9 included, the pipe
-closes and no server is left. The command runs in this process's group, which its starter made, and the
-kernel kills it when this process is killed (Ray kills a dead worker's children before they can read a pipe).
+The process that starts a server has the other end of that pipe. However that process ends, kill -9 included,
+the pipe closes and no server is left. The command runs in this process's group, which the starting process
+created. The kernel kills the command when this process is killed (Ray kills a dead worker's children before
+they can read a pipe).
 """
 
 from __future__ import annotations

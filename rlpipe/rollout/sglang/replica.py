@@ -8,9 +8,9 @@
 | `serving` | the gate                      | a server that passed its canary, or a failure that stays |
 | `recover` | the lock, then the new server | whoever recovers first; the others find it done |
 
-Owns the process, its failures and which weights it must hold. Invariant: behind an open gate is a server that
-holds `desired`, or one that an update is bringing there. Requests of a dead server are repeated by their
-caller (`engine.py`): nothing of them was counted.
+Owns the process, its failures and the choice of its weights. Invariant: while the gate is open, the server
+holds `desired`, or an update is bringing it there. Requests of a dead server are repeated by their caller
+(`engine.py`), as they were not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlpipe.weights.sync import WeightSync
 
 _POLL_SECONDS = 0.5  # between two looks at the process
 _HEALTH_SECONDS = 10.0  # at most, between two health requests
-_END_SECONDS = 1.0  # a process is seen to end a moment after its connections broke
+_END_SECONDS = 1.0  # the end of a process shows a moment after its connections break
 PAUSE = "/pause_generation", {"mode": "in_place"}
 PROBE = "/server_info"  # answered by the scheduler, paused or not
 
@@ -114,12 +114,12 @@ class Replica:
 
     @property
     def client(self) -> SglangClient:
-        """HTTP to it, whether it serves or not."""
+        """HTTP to the server, whether it serves or not."""
         assert self._client is not None
         return self._client
 
     def is_serving(self) -> bool:
-        """Return whether requests are let through, to a process that lives as far as is known."""
+        """Return whether the gate is open and the process lives as far as is known."""
         return self._gate.is_set() and self._failure is None and self.server.is_running()
 
     async def start(self) -> None:
@@ -139,9 +139,9 @@ class Replica:
     ) -> bool:
         """Replace the server behind `client` if it is dead or hangs; returns when one serves.
 
-        timeout: seconds in which it must answer; by default those of what it does now.
+        timeout: seconds in which it must answer; by default those of its current activity.
 
-        Returns False when it answers, so that only the request of the caller failed. Raises RuntimeError when
+        Returns False when it answers: then only the request of the caller failed. Raises RuntimeError when
         `rollout.sglang.max_restarts` is used up.
         """
         work = asyncio.ensure_future(self._recover(client, error, timeout))
@@ -160,7 +160,7 @@ class Replica:
             if client is not self._client or self._stopped:
                 return True
 
-            # A thousand requests that fail at once need one probe, not one each.
+            # A thousand requests that fail at once need one probe in all, not one each.
             if called_at < self._answered_at:
                 return False
 
@@ -184,7 +184,7 @@ class Replica:
         self._gate.clear()
 
     async def restart(self) -> float:
-        """Replace a healthy server; what runs on it breaks off. Returns seconds; raises as `recover`."""
+        """Replace a healthy server; its running requests break off. Returns seconds; raises as `recover`."""
         async with self._lock:
             self._gate.clear()
             return await self._replace()
@@ -244,16 +244,15 @@ class Replica:
 
     @property
     def _answer_timeout(self) -> float:
-        """Seconds in which the server must answer a probe, by what it does now."""
+        """Seconds in which the server must answer a probe, by its current activity."""
         sglang = self._config.sglang
         return sglang.update_timeout if self._loading else sglang.health_timeout
 
     def _set_loading(self, *, loading: bool) -> None:
         """Set whether the server loads weights, and change the timeout of probes under way accordingly.
 
-        If probes retained the timeout they began with, a server that hangs right after an update would be
-        given the long time of loading, and one that begins to load would be killed by a probe sent just
-        before.
+        If probes kept the timeout they began with, a server that hangs right after an update would get the
+        long time of loading, and a server that begins to load would be killed by a probe sent just before.
         """
         self._loading = loading
         for timeout in self._timeouts:
@@ -419,7 +418,7 @@ class Replica:
 
 
 def _brief(error: BaseException | str) -> str:
-    """Shorten an error for an event; of a log the end stays, where the cause is.
+    """Shorten an error for an event; the end of a log is kept, as it has the cause.
 
     >>> len(_brief("x" * 9000))
     805

@@ -1,9 +1,9 @@
 """The experts that a server returns with an answer, as `GenerateResult.routes`.
 
-SGLang records them by slot of its cache (`--enable-return-routed-experts`), so a token that a request found
-cached has those of the pass that wrote its keys, and a rejected draft's are overwritten with its keys. They
-come as int32 of all layers, for the requested tokens except the last, in base64: at 48 layers and 8 experts
-2 KB a token. A turn requests those of the tokens that are new since the turn before.
+SGLang records them by slot of its cache (`--enable-return-routed-experts`). So a token that a request finds
+cached has the experts of the pass that wrote its keys, and the experts of a rejected draft are overwritten
+with its keys. They come as int32 of all layers, for the requested tokens except the last, in base64: at 48
+layers and 8 experts 2 KB a token. A turn requests those of the tokens that are new since the turn before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpipe.weights.protocols import ServerError
 def check_routes(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> None:
     """Refuse steps that are larger than the server's buffer for routes, which would end its process.
 
-    SGLang sizes it for `--chunked-prefill-size` tokens or one a request, and does not count the drafts of a
+    SGLang sizes the buffer for `--chunked-prefill-size` tokens or one a request, and ignores the drafts of a
     verify step. Raises ValueError with a hint.
     """
     if rollout.replay_routes and not on_gpu and not rollout.sglang.plugin:
@@ -42,7 +42,7 @@ def check_routes(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> N
 
 
 def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.ndarray | None:
-    """Read the routes of the last `tokens` of an answer's prompt and output; None where the server sent none.
+    """Read the routes of the last `tokens` of an answer's prompt and output; None if the server sent none.
 
     Returns [tokens, layers with experts, experts per token]; the largest number of the dtype marks a token
     without routes, the last one. Raises ServerError for routes that do not fit this model.

@@ -58,7 +58,7 @@ def _first_outgoing_port() -> int:
 
 
 class ServerProcess:
-    """One server, from `Popen` to `stop`. log: where its output goes."""
+    """One server, from `Popen` to `stop`. log: file of its output."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, cwd: Path | None = None
@@ -86,7 +86,7 @@ class ServerProcess:
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Return whether the process still lives; it may hang all the same."""
+        """Return whether the process still lives; a hung process counts as alive."""
         return self._process.poll() is None
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout: float) -> None:
@@ -109,10 +109,10 @@ class ServerProcess:
     def stop(self) -> None:
         """End the process group with SIGKILL; returns when no process of it is left.
 
-        SIGTERM would end nothing better: SGLang's schedulers die of it at once, and their parent takes that
-        for a crash, for whose diagnosis it sleeps five seconds.
+        SIGTERM would not end it more cleanly: SGLang's schedulers die of it at once, and their parent takes
+        that for a crash and sleeps five seconds to diagnose it.
         """
-        entries = self._entries or shared_entries.note(self.pid)  # of one that was still starting
+        entries = self._entries or shared_entries.note(self.pid)  # read now if it was still starting
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)

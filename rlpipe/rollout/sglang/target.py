@@ -1,6 +1,6 @@
-"""The directory from which SGLang serves a target, where that is not the checkpoint's.
+"""The directory from which SGLang serves a target that it cannot serve from the checkpoint's directory.
 
-MiMo, with a draft that reads the outputs of its layers    served as Qwen2, whose class gives them
+MiMo, with a draft that reads the outputs of its layers    served as Qwen2, whose class returns them
 a grafted MTP layer (`rlpipe graft`) of another family     served as MiMo, whose class has the draft
 """
 
@@ -23,11 +23,11 @@ from rlpipe.models.grafted import MIMO, fits_mimo, is_grafted
 def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
     """Yield the directory from which a server loads the target in `path`.
 
-    SGLang's class for MiMo gives no outputs of layers to a draft (models/mimo.py); its backbone is Qwen2's,
+    SGLang's class for MiMo gives no outputs of layers to a draft (models/mimo.py). Its backbone is Qwen2's,
     whose class does. So a MiMo is served as Qwen2, without its MTP layer: linked from a temporary directory
-    with such a config.json. A grafted model is served as MiMo in the same way. Where its family has no biases
-    on query, key and value, the server gets zeros: no update names them, so they stay zero, and neither the
-    checkpoint nor the trainer has them.
+    with such a config.json. A grafted model is served as MiMo in the same way. If its family has no biases on
+    query, key and value, the server gets zeros. No update names these biases, so they stay zero, and neither
+    the checkpoint nor the trainer has them.
     """
     config = read_config(path)
     arch = read_architecture(config)

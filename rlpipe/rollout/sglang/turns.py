@@ -1,9 +1,9 @@
 """Turns in flight on one server: their ids on it, their parts, and their counters.
 
-Owns what a server does not do. A turn ends at exactly the requested stop tokens: where the server also stops
-at the model's end token, the turn continues from there. Requests that would kill the server are refused
-(an unknown token id ends its process). Ids of requests all have one length, so that aborting one never aborts
-another, since the server aborts by prefix.
+Owns the tasks that a server does not do. A turn ends at exactly the requested stop tokens: where the server
+also stops at the model's end token, the turn continues from there. Requests that would kill the server are
+refused (an unknown token id ends its process). All request ids have the same length: the server aborts by
+prefix, and so aborting one request never aborts another.
 """
 
 from __future__ import annotations
