@@ -6,8 +6,8 @@ L_i = logsumexp(s_i) of a part i of the keys (Liu et al. 2023, Ring Attention, u
 
     L = log sum_i exp(L_i)        out = sum_i exp(L_i - L) out_i
 
-Backwards, the kernel's gradient of each part is right if it gets `out` and `L` of all parts together: it
-computes p = exp(s - L) and dS = p (dP - <dO, out>) from them.
+In the backward pass, the kernel's gradient of each part is correct if it gets `out` and `L` of all parts
+together: it computes p = exp(s - L) and dS = p (dP - <dO, out>) from them.
 
 Branches share calls of the kernel (`BranchPlan`): those that follow the same tokens attend to them together,
 and those of similar length attend to themselves as the rows of a batch. The padding at a row's end follows
@@ -122,7 +122,7 @@ def has_flash(query: torch.Tensor) -> bool:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Attention of branches by the calls of a plan. Tokens come first within: [Q, heads, d]."""
+    """Attention of branches by the calls of a plan. Inside, tokens are the first dimension: [Q, heads, d]."""
 
     @staticmethod
     def forward(ctx, query, key, value, plan, scale):
@@ -219,7 +219,7 @@ def _rounded(length: int) -> int:
 
 
 def merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the spans (start, stop) of all keys that a branch follows, adjacent ones merged."""
+    """Return the spans (start, stop) of all keys that a branch follows, with adjacent spans merged."""
     spans: list[tuple[int, int]] = []
     for j, count in branch.context:
         if spans and spans[-1][1] == starts[j]:
@@ -230,7 +230,7 @@ def merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int]
 
 
 def index_of(index: np.ndarray, device: torch.device, *, count: int) -> torch.Tensor | None:
-    """Move an index [n] into `count` rows to the device, or return None if it takes all of them in order."""
+    """Move an index [n] into `count` rows to the device, or return None if it selects all in order."""
     if len(index) == count and (index == np.arange(count)).all():
         return None
     return torch.from_numpy(index).to(device)
@@ -244,7 +244,7 @@ def take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 def put(x: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
     """Replace the rows that `take` selects by `rows`, [n, ...]; return x, [N, ...].
 
-    In place where they are not all. Rows are converted to the dtype of x.
+    In place unless all rows are replaced. Rows are converted to the dtype of x.
     """
     rows = rows.to(x.dtype)
     return rows if index is None else x.index_copy_(0, index, rows)

@@ -1,7 +1,7 @@
-"""Checkpoints of the trainer: Megatron's resharding format to resume, Hugging Face's to use elsewhere.
+"""Checkpoints of the trainer: Megatron's resharding format to resume, Hugging Face's for use elsewhere.
 
-Owns the content of a checkpoint and that it appears complete or not at all: rank 0 renames a temporary
-directory after every rank has written. A checkpoint may be loaded with other tp and dp sizes.
+Owns the content of a checkpoint, and its atomicity: rank 0 renames a temporary directory after every rank has
+written. A checkpoint may be loaded with other tp and dp sizes.
 
     begin_save (copies; collective) -> write (any thread, while training continues) -> finish (collective)
 
@@ -211,7 +211,7 @@ def save_hf(
 
 
 def _copied(staged: list[Any], storages: Set[int]) -> list[Any]:
-    """Clone the tensors that are still the trainer's: those in one of its storages.
+    """Clone the tensors that still share memory with the trainer: those in one of its storages.
 
     staged: Megatron's buckets on the host. Megatron has already copied the tensors that were on a GPU, and
     those on the host that are a part of another; these are not copied again.
@@ -233,7 +233,7 @@ def _copied(staged: list[Any], storages: Set[int]) -> list[Any]:
 
 
 def _storages(state: dict[str, Any]) -> set[int]:
-    """Return the addresses of the memory in which the tensors of a sharded state are."""
+    """Return the addresses of the memory that holds the tensors of a sharded state."""
     sharded, _ = extract_sharded_tensors_and_factories(state)
     return {entry.data.untyped_storage().data_ptr() for entry in nested_values(sharded)}
 
@@ -264,9 +264,9 @@ def _tensors(trainer: Resumable, *, loading: bool) -> dict[str, Any]:
 def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
     """Load by Megatron, around a defect of 0.16.1 that occurs with torch's AdamW.
 
-    The distributed optimizer reads a `step` from every saved parameter, which it did not save. (Another
+    The distributed optimizer reads a `step` from every saved parameter, although it has saved none. (Another
     defect: afterwards all parameters share one `step` tensor, which each would advance; `set_updates` gives
-    each a separate one.)
+    each parameter a separate one.)
     """
     for optimizer in chained.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):

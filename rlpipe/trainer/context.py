@@ -3,8 +3,8 @@
 A flat micro-batch of N tokens (`batching.micro_batch`) is cut into 2 R equal chunks for R ranks; rank r has
 the r-th from the front and the r-th from the back, so that all have about the same number of earlier tokens
 to attend to. Where a chunk begins inside a branch, the branch is cut in two. Two kinds of layers exchange
-with other ranks. Attention gathers their keys and values, and its gradient sums the gradients of all ranks
-for each key. A delta net, which reads all tokens in order, does so for a share of its heads
+data with other ranks. Attention gathers their keys and values, and sums the gradients of all ranks for each
+key. A delta net must read all tokens in order, so each rank runs it over all tokens for a share of the heads
 (`ContextSuccession`).
 """
 
@@ -31,7 +31,7 @@ from rlpipe.trainer.layers import BranchLayout, CausalAttention
 class ContextLayout(BranchLayout):
     """This rank's tokens of a micro-batch, whose attention reads the keys of all ranks.
 
-    tokens: [n] that this rank reads, at `indices` of the padded micro-batch; n is the same on all ranks.
+    tokens: [n], those of this rank, at `indices` of the padded micro-batch; n is the same on all ranks.
     local_branches: indices of this rank's among the cut branches.
     """
 
@@ -101,7 +101,7 @@ class ContextLayout(BranchLayout):
 class ContextSuccession(Succession):
     """Succession of a micro-batch's tokens; ranks exchange shares of the tokens for shares of the heads.
 
-    order: where each token of the micro-batch is when the tokens of all ranks are put one after the other.
+    order: where each token of the micro-batch is in the concatenated tokens of all ranks.
     ranks: the inverse permutation.
     """
 

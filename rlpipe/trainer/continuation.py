@@ -1,7 +1,7 @@
 """Windows that continue a finished pass: they read its keys and values instead of running it again.
 
-Owns which of their tokens attend to which; independent of the tokens and of the model. The backbone's layers
-and the MTP layer both call `attend`. Gradients flow into the retained keys where those have a graph.
+Owns which of their tokens attend to which, for any tokens and any model. The layers of the backbone
+and the MTP layer both call `attend`. Gradients flow into the retained keys if those have a graph.
 
     finished pass p p p p a a a a b b
     windows       W prefixes, each continued G times, q tokens at a time:   w0g0 w0g1 .. w1g0 w1g1 ..

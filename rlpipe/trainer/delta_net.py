@@ -1,18 +1,18 @@
 """Gated delta nets over branches that share their prefixes, in chunks.
 
-A value head keeps a state S [d_k, d_v] that each token decays, corrects and is read from (Yang et al. 2024,
+A value head keeps a state S [d_k, d_v] that each token decays, corrects and reads (Yang et al. 2024,
 "Gated Delta Networks", Equation 10; q and k are l2-normed, q is scaled by 1 / sqrt(d_k)):
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
-where q, k and v come out of a causal convolution over the last few tokens. The tokens of a trajectory are in
-branches (`micro_batch`): a branch starts from the state, and from the last inputs of the convolution, at the
-end of its context, wherever in other branches that is. `Succession` finds those tokens; gradients of
-siblings sum in the state they start from.
+where q, k and v are the output of a causal convolution over the last few tokens. The tokens of a trajectory
+are in branches (`micro_batch`). A branch starts from the state, and from the last inputs of the convolution,
+at the end of its context, wherever that is in other branches. `Succession` finds those tokens; gradients of
+siblings are summed in the state they start from.
 
-Within a chunk of 64 tokens everything is a product of matrices (Section 3.3 there); chunks at the same depth
-of all trajectories are computed together, so that the longest trajectory determines the number of sequential
-steps. On a GPU with `fla` its kernel runs instead, once for each generation of branches.
+Within a chunk of 64 tokens everything is a product of matrices (Section 3.3 of the paper). Chunks at the same
+depth of all trajectories are computed together, so that the longest trajectory determines the number of
+sequential steps. On a GPU with `fla` its kernel runs instead, once for each generation of branches.
 
 Context parallel ranks, which share the tokens, share the heads here: each sends q, k, v, b and a of its
 tokens to the ranks that have the heads, runs over all tokens with its share of the heads, and receives the
@@ -58,7 +58,7 @@ EPS = 1e-6  # of the norm of queries and keys
 class Succession:
     """The order of the tokens of a flat micro-batch, for layers that run over them in sequence.
 
-    A segment is a stretch of a branch that ends where the branch does, or where a context does.
+    A segment is a stretch of a branch that ends where the branch ends or where a context ends.
 
     spans: start and length of each segment in the flat tokens. parents: the segment that each one follows,
     always an earlier one; -1 at the start of a trajectory. tokens: how many there are.
@@ -115,7 +115,7 @@ class Succession:
         return self._once("extended", count, self._extended)
 
     def _extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Build what `extended` returns."""
+        """Build the result of `extended`."""
         pieces, places, done = [], [], 0
         for segment, (start, length) in enumerate(self.spans):
             pieces.append(np.array(self.before(segment, count), dtype=np.int64))
@@ -135,7 +135,7 @@ class Succession:
         return self._once("chunks", size, self._chunks)
 
     def _chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Build what `chunks` returns."""
+        """Build the result of `chunks`."""
         rows: list[np.ndarray] = []
         depths: list[int] = []
         follows: list[int] = []
@@ -174,7 +174,7 @@ class Succession:
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange this rank's tokens with all heads for all tokens with its share of the heads.
 
-        x: [N, heads, d]. Returns x: without context parallelism a rank has all of both (else see `context`).
+        x: [N, heads, d]. Returns x, as without context parallelism a rank has all tokens and heads (else see `context`).
         """
         return x
 

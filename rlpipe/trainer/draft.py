@@ -6,8 +6,8 @@ text `drafts.loss`, windows `drafts.windows` on the passes of `ppow`. The traine
 and steps the optimizer. Nothing flows back into the backbone, the embedding or the head.
 
 The loss of a micro-batch is only the numerator. Its denominator (with visit weights) is known only after the
-last micro-batch of all ranks, and divides the accumulated gradient (`PolicyOptimizer.step`): so the step does
-not depend on how the batch was cut.
+last micro-batch of all ranks. It then divides the accumulated gradient (`PolicyOptimizer.step`), so the step
+does not depend on how the batch was cut.
 """
 
 from __future__ import annotations

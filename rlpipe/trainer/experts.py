@@ -1,8 +1,8 @@
 """MoE layers in which every tensor parallel rank holds every token.
 
-Router and experts are Megatron's; its path between them (`MoELayer.forward`) needs sequence parallelism
-together with tensor parallelism. Here each rank sends all tokens through its slice of every expert, so
-outputs are sums over ranks, and so are the gradients of the tokens and of their router weights.
+Router and experts are Megatron's. Its path between them (`MoELayer.forward`) needs sequence parallelism
+together with tensor parallelism. Here each rank sends all tokens through its slice of every expert. Outputs
+are therefore sums over ranks, and so are the gradients of the tokens and of their router weights.
 
 With expert parallelism a rank holds only some of the experts (each cut by tensor parallelism as before).
 Data parallel ranks then exchange tokens: each token is sent to the rank of its expert, and the output is sent
@@ -89,8 +89,8 @@ class LayerReplay:
 class Router(TopKRouter):
     """Megatron's router, without the TransformerEngine kernels that it needs even on a CPU (0.16.1).
 
-    It needs one for the scores and one for the bias of the choice, which it also changes after each step to
-    balance the experts; here the bias is a buffer that stays as it was loaded.
+    Megatron's router needs one for the scores and one for the bias of the choice. It also changes that bias
+    after each step to balance the experts; here the bias is a buffer that stays as loaded.
 
     replay: its choice replaces the router's; the weights are still the router's scores of those experts, and
     gradients flow through them. Megatron's `RouterReplay` also records the routers of MTP layers, holds

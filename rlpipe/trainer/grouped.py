@@ -2,11 +2,12 @@
 
     tokens sorted by expert [N, H] -> y_i = W_e x_i, e the expert of row i -> gate -> second product -> [N, H]
 
-Weights stay a parameter for each expert, so checkpoints, the optimizer and the bridge to Hugging Face see
-Megatron's `SequentialMLP`. On a GPU a product is one kernel for all experts (`torch._grouped_mm`), and the
-host does not wait for the number of tokens of each expert; the weights are stacked into one tensor for it,
-and stacked again in the backward pass, so that no copy of them is held in between. Elsewhere the products run
-one after another, without modules. Every expert gets a gradient, of zeros where it has no token.
+Each expert still has its own weight parameters, so checkpoints, the optimizer and the bridge to Hugging Face
+see Megatron's `SequentialMLP`. On a GPU a product is one kernel for all experts (`torch._grouped_mm`), and
+the host does not wait for the number of tokens of each expert. For this kernel the weights are stacked into
+one tensor, and stacked again in the backward pass, so that no copy of them is held in between. On other
+devices the products run one after another, without modules. Every expert gets a gradient, zero if it has no
+token.
 """
 
 from __future__ import annotations

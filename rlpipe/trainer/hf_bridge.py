@@ -2,12 +2,12 @@
 
 Owns the layout of each tensor; names come from the family's table (`rlpipe/models`), files are
 read and written by `models.checkpoint`.
-Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them
-and `split` is its inverse; `shard_dim` is the dimension that tensor parallelism cuts. So loading is
-merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split. Exports
-go by buckets, each gathered at once, so that memory is bounded however large the model is. With expert
-parallelism a rank holds some of the model's experts; they are gathered from the expert parallel ranks too.
-With pipeline parallelism each bucket belongs to one stage, and its first rank sends it to rank 0 (`stages`).
+Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them and
+`split` is its inverse; `shard_dim` is the dimension that tensor parallelism cuts. So loading is merge -> pad
+vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split. Weights are exported
+in buckets, each gathered at once, so that memory is bounded for any model size. With expert parallelism a
+rank holds some of the model's experts; they are gathered from the expert parallel ranks too. With pipeline
+parallelism each bucket belongs to one stage, whose first rank sends it to rank 0 (`stages`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def load_hf_weights(
 ) -> None:
     """Copy HF tensors into the model's parameters, this rank's shard of each.
 
-    Raises ValueError naming what is missing, left over or of the wrong shape.
+    Raises ValueError naming tensors that are missing, left over or of the wrong shape.
     """
     pieces, group = _pieces(model, hf_config), model.pg_collection.tp
     wanted = {name for piece in pieces for entry in piece.entries for name in entry.hf}
@@ -136,9 +136,9 @@ def weight_buckets(
     Tensors are on the model's device.
 
     Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Rank 0 yields, or,
-    `everywhere`, every rank of every replica. One that yields holds about four buckets at a time (the one its
-    caller still has, the shards of the next, and the tensors made of them), the others their shards of one.
-    Tensors may be the parameters themselves: copy those that you retain. LoRA adapters are merged.
+    `everywhere`, every rank of every replica. A rank that yields holds about four buckets at a time (the one
+    its caller still has, the shards of the next, and the tensors made of them), other ranks their shards of
+    one. Tensors may share memory with the parameters: copy those that you keep. LoRA adapters are merged.
     """
     groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
@@ -185,7 +185,7 @@ def bucket_plan(
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """Gather all weights under HF names, full, on the CPU; collective as `weight_buckets` is.
 
-    A tied head is the embedding and has no entry of its own. Returns None on ranks other than the first.
+    A tied head is the embedding and has no separate entry. Returns None on ranks other than the first.
     """
     weights = {
         name: tensor.to("cpu", copy=True).contiguous()
@@ -366,8 +366,8 @@ def _cut_into_buckets(
 ) -> Iterator[list[_Piece]]:
     """Yield consecutive parameters of one type and stage; their full tensors have at most `megabytes`.
 
-    A larger parameter has a separate bucket. Experts of a layer share theirs with no other parameters; one
-    comes with all of its matrices and, with expert parallelism, with one expert of each other rank.
+    A larger parameter has a separate bucket. Experts of a layer share a bucket only with each other. An
+    expert comes with all of its matrices and, with expert parallelism, with one expert of each other rank.
     """
     bucket: list[_Piece] = []
     held, size = 0, model.pg_collection.tp.size()

@@ -24,9 +24,9 @@ ONEDNN_FROM = 1_000_000  # multiply-adds
 def use_onednn(block: torch.nn.Module) -> None:
     """Make the parallel linear layers of a block on the CPU compute through this module.
 
-    oneDNN prepares a kernel (2 ms) for every new number of rows and caches about a thousand: a gain for
-    layers that read micro-batches padded to a multiple, a loss where the numbers do not recur, as with
-    experts.
+    oneDNN prepares a kernel (2 ms) for every new number of rows and caches about a thousand. This is faster
+    for layers that read micro-batches padded to a multiple, and slower where numbers of rows do not recur, as
+    with experts.
     """
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:

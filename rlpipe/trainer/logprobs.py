@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of a softmax whose vocabulary is cut over tensor parallel ranks.
 
 Owns the math and its gradient, and the logprobs of further tokens of the same rows. From logits, an autograd
-function saves only these for the backward pass (no [N, V] softmax is stored), and works in row chunks. From
-hidden states (`Head`) the logits of one chunk of rows exist at a time, and backwards they are computed again.
+function works in row chunks and saves only the logits for the backward pass (no [N, V] softmax). From hidden
+states (`Head`) the logits of one chunk of rows exist at a time; the backward pass computes them again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of the frozen linear layers of the decoder, with peft's meaning.
+"""Low-rank adapters (LoRA) of the frozen linear layers of the decoder, as in peft.
 
     y = W x + (alpha / r) B A x        A [r, in] Kaiming-uniform, B [out, r] zero at the start
 
@@ -6,11 +6,11 @@ Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, the 
 leave the trainer. Each Hugging Face projection has a separate pair, even where Megatron fuses several into
 one weight.
 
-Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut in
-the same way, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is cut
-in the same way, B is complete, and A x is summed over ranks. So a rank can compute its merged shard without
-the others, and only r numbers a token are exchanged. With sequence parallelism A x is gathered along the
-tokens, or scattered as it is summed.
+Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
+in the same way, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is
+cut in the same way, B is complete, and A x is summed over ranks. So a rank can compute its merged shard
+without the others, and only r numbers a token are exchanged. With sequence parallelism A x is gathered along
+the tokens, or scattered when it is summed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear layer. Its rows are `groups` times a block of each projection.
+    """The adapters of one linear layer. The layer's rows are `groups` times a block of each projection.
 
     a: [projections * rank, in], the A of all projections, stacked. b: a matrix [its rows, rank] of each
     projection. Both are this rank's shards.
@@ -122,7 +122,7 @@ class Adapters(torch.nn.ModuleDict):
         self._on = True
 
     def add(self, name: str, linear: Linear, adapter: Adapter) -> None:
-        """Make the linear layer compute with an adapter from now on."""
+        """Make the linear layer compute with an adapter from then on."""
         assert linear.weight is not None
         self[name] = self._of[linear.weight] = adapter
 

@@ -5,10 +5,10 @@ Owns one rank of the policy, its optimizer and its version. The algorithm (loss,
 weights are `hf_bridge`, files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
-and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) does not run: the
-policy's gradient does not need it. With draft.train=online it learns from the hidden states of the same pass
-(`draft`), and none of its gradient reaches the policy; with draft.objective=ppow it learns from windows that
-it drafts there (`ppow`). With adapt_only only the draft learns (`adapt_step`).
+and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) does not run, as
+the policy's gradient does not need it. With draft.train=online the draft learns from the hidden states of the
+same pass (`draft`), and none of its gradient reaches the policy. With draft.objective=ppow it learns from
+windows that it drafts from them (`ppow`). With adapt_only only the draft learns (`adapt_step`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class MegatronTrainer:
         total_steps: batches of the run; the learning rate schedules end there.
         adapt_only: freeze everything but the draft and train it by `adapt_step`; draft.train is ignored.
         ppow: settings of draft.objective=ppow, None for the defaults. seed: of windows, drafts and uniforms.
-        draft_vocab: tokens that the draft knows (`spec.draft_vocab`), None for all.
+        draft_vocab: the draft's vocabulary (`spec.draft_vocab`), None for all.
         host: a trainer of this process that shares its ranks and groups; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """

@@ -1,8 +1,8 @@
 """The policy as a Megatron GPTModel: built from a Hugging Face config, with logits of chosen positions only.
 
 Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses are in
-`megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt
-and tool tokens cost no head; the MTP layers are built but never run here (see `drafts/`).
+`megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt and
+tool tokens cost no logits. The MTP layers are built but never run here (see `drafts/`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PolicyModel(GPTModel):
     """GPTModel whose forward pass ends with hidden states; `head` makes vocabulary-parallel logits of some.
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
-    draft_ids: [D] tokens that the draft knows, ascending, on the model's device; None for all.
+    draft_ids: [D] the draft's vocabulary, ascending, on the model's device; None for all.
     adapters: LoRA adapters, trained instead of the backbone (None: the full backbone is trained).
     stage_shapes: see `stages.tensors_of_stages`, which fills it.
     """
@@ -65,7 +65,7 @@ class PolicyModel(GPTModel):
         return gather_from_tensor_model_parallel_region(local).view(*input_ids.shape, -1)
 
     def learn(self, *, policy: bool, draft: bool) -> None:
-        """Choose what has gradients: the policy (only its LoRA adapters where it has any), and the draft."""
+        """Choose the trained parameters: the policy (only its LoRA adapters where it has any), and the draft."""
         self.requires_grad_(policy and self.adapters is None)
         if self.adapters is not None:
             self.adapters.requires_grad_(policy)
@@ -73,11 +73,11 @@ class PolicyModel(GPTModel):
             self.mtp.requires_grad_(draft)
 
     def merged(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return a parameter with its LoRA adapter merged; without an adapter, its memory itself."""
+        """Return a parameter with its LoRA adapter merged; without an adapter, the parameter itself."""
         return parameter.detach() if self.adapters is None else self.adapters.merged(parameter)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Compute as the backbone was loaded within the context; has no effect without LoRA adapters."""
+        """Compute with the backbone as loaded, within the context; has no effect without LoRA adapters."""
         return nullcontext() if self.adapters is None else self.adapters.off()
 
     def rotary(self, positions: np.ndarray) -> torch.Tensor:
@@ -260,7 +260,7 @@ def _pipeline(arch: Architecture, config: TrainerConfig) -> dict[str, Any]:
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:
-    """Return Megatron's settings of what the backward pass computes again."""
+    """Return Megatron's settings of recomputation in the backward pass."""
     if recompute is Recompute.FULL:
         return {
             "recompute_granularity": "full",

@@ -1,9 +1,9 @@
 """Checkpoints of the distributed optimizer in which each rank writes and reads only its own share.
 
 Megatron's `fully_reshardable` format names every state (master weight, two moments) like its parameter, so a
-checkpoint may be loaded with other tp, pp, ep and dp; but its save gathers the full state on every rank, 12
+checkpoint may be loaded with other tp, pp, ep and dp. But its save gathers the full state on every rank: 12
 bytes a parameter on the host and 4 on the GPU. Here a rank's share, a range of the flattened parameter, is
-described as blocks of the parameter's own shape instead. The files hold the same tensors by the same names.
+instead described as blocks in the parameter's shape. The files hold the same tensors by the same names.
 
     range [start, stop) of a parameter -> pieces of the model's checkpoint that it meets -> blocks -> files
 """
@@ -87,7 +87,7 @@ def _describe(
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """Return the blocks of this rank's states, by number of the parameter and name of the state.
 
-    The blocks are views of the optimizer's own tensors; no other rank is asked.
+    The blocks are views of the optimizer's own tensors; without communication.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
     by_parameter = {id(entry.data): entry for entry in nested_values(described)}

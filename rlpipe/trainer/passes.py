@@ -39,7 +39,7 @@ Forward = Callable[
 class Predictions:
     """The predictions of the sampled tokens of a micro-batch, by one forward pass.
 
-    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be retained.
+    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they are to be retained.
     states: [P, H], at the positions that predict the P sampled tokens. logits: computes their [P, V_local].
     logprobs, entropies: [B, R] float32, 0 where there is no token.
     candidate_logprobs: [P, K] of further tokens by their ids, without a gradient.
@@ -81,7 +81,7 @@ class Companion(Protocol):
     ) -> tuple[torch.Tensor, dict[str, Value]]:
         """Return the loss to descend instead of the policy's, a scalar as that is, and further metrics.
 
-        index: of the micro-batch in the shard. totals: what the losses of the update sum up.
+        index: of the micro-batch in the shard. totals: the sums of the update's losses.
         """
         ...
 

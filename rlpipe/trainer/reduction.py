@@ -3,9 +3,9 @@
     backward of layer n done -> its bucket is complete -> reduced, once the buckets before it were
     end of the backward pass -> the remaining buckets, in order
 
-Megatron starts a bucket as soon as its gradients are there, and every parameter must get one in every step.
+Megatron starts a bucket as soon as all its gradients exist, and every parameter must get one in every step.
 Here a parameter may get none (a draft in a step that leaves it out, an expert without tokens, a rank without
-micro-batches), so the buckets are started in one fixed order: ranks that disagreed would wait for ever.
+micro-batches). So the buckets are started in one fixed order: ranks with different orders would deadlock.
 Parameters that several passes use (embeddings, head, draft) are reduced at the end.
 """
 
@@ -45,7 +45,7 @@ class OrderedReduction:
         config.finalize_model_grads_func = partial(self._finish, finalize_model_grads)
 
     def _count(self, group: Any, parameter: torch.nn.Parameter, *_: object) -> None:
-        """Note a gradient of the last micro-batch, and start what may start."""
+        """Note a gradient of the last micro-batch, and start the buckets that may start."""
         missing = self._missing.get(id(group))
         if missing is None or not group.is_last_microbatch:
             return

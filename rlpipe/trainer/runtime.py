@@ -1,7 +1,7 @@
 """The choice between CPU + gloo and GPU + NCCL, in this module only.
 
 Owns device, backend, process group, Megatron's parallel state, seeds and the configuration flags that
-differ; independent of the model. Flow: `start(...)` once per trainer process, `stop()` at its end.
+differ. Independent of the model. Flow: `start(...)` once per trainer process, `stop()` at its end.
 
 Megatron-core 0.16 assumes CUDA in a few functions that run no kernel (`device="cuda"` for a scalar,
 `Tensor.type()` compared with a string). `_assume_cpu()` makes them use the CPU. It is installed only where
@@ -142,7 +142,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
 
 @functools.cache
 def import_megatron(*, compiles: bool) -> None:
-    """Import Megatron without what this process never uses; has no effect where it is imported already.
+    """Import Megatron without its optional imports; has no effect if it is imported already.
 
     Megatron imports wandb where it is installed, for its inference. It gives small functions to
     torch.compile, which imports the compiler at once. On a CPU rlpipe's models call none of them. Both

@@ -1,7 +1,7 @@
 """Pipeline parallelism: the tensors of a model's other stages, and their transfer to the first stage.
 
-Owns only names and transfer; passes between stages are Megatron's (`passes.schedule`). Every rank has
-name, shape and type of each tensor of each stage, so that all of them cut the model into the same buckets.
+Owns only names and transfer; passes between stages are Megatron's (`passes.schedule`). Every rank knows the
+name, shape and type of each tensor of each stage, so that all ranks cut the model into the same buckets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading a checkpoint without executing code that was written into it.
+"""Reads a checkpoint without executing code that was written into it.
 
 Megatron's format describes its tensors in a pickle, `.metadata`, and torch unpickles that file as well as
 objects among the tensors. Here `.metadata` is first read by a reader that accepts only names of the format,

@@ -7,9 +7,9 @@ lengths, which are stored one after the other and separated by their bounds:
     siblings to their context   full       queries b b c c c | d d   ...     keys: p p p p | p p a a ...
 
 Nothing is padded. Keys of a context are copied once for all branches that follow the same tokens, and their
-gradients are added where the copies came from. The module calls the same operators of ATen as
+gradients are added at the keys they were copied from. The module calls the same operators of ATen as
 `torch.nn.attention.varlen`, but directly: the gradient of a part needs the normaliser over all keys, and that
-function passes the normaliser of the part.
+function passes only the part's normaliser.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def varlen_attention(
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Attention of branches by the two calls of a plan. Tokens come first within: [Q, heads, d]."""
+    """Attention of branches by the two calls of a plan. Inside, tokens are the first dimension: [Q, heads, d]."""
 
     @staticmethod
     def forward(ctx, query, key, value, plan, scale):
