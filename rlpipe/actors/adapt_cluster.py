@@ -1,6 +1,6 @@
 """The processes of an adaptation with `cluster=ray`: ranks that train a draft, workers that record rollouts.
 
-Both are Ray actors, and no worker lives while a draft is trained. A worker that dies is replaced and its
+Both are Ray actors, and no worker is alive while a draft is trained. A worker that dies is replaced and its
 prompts are rolled out again, as in RL (`workers.py`). When a rank dies the run ends, and the next one
 continues from the newest checkpoint.
 """
@@ -53,7 +53,7 @@ class AdaptRank:
         return ray.util.get_node_ip_address()
 
     def address(self, host: str) -> str:
-        """Return where this rank, the first, waits for the others."""
+        """Return the address at which this rank, the first, waits for the others."""
         return open_address(host, world_size=self._world_size)
 
     def start(self, master: str) -> bool:

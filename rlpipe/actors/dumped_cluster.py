@@ -1,9 +1,9 @@
-"""Clusters that write each batch to a dump, or read it from one; the controller sees no difference.
+"""Clusters that write each batch to a dump, or read it from one, transparently for the controller.
 
     DumpingCluster:  train_step -> DUMP -> the wrapped cluster's train_step (empty with run.half=rollout)
     ReplayCluster:   DUMP -> collect;  train_step -> the wrapped cluster's, compared with recorded metrics
 
-Every other call goes to the wrapped cluster. Both learn from `publish_weights` which step is next.
+Every other call goes to the wrapped cluster. Calls of `publish_weights` tell both which step is next.
 """
 
 from __future__ import annotations
@@ -172,6 +172,6 @@ def with_dump(
 
 
 def comparable(metrics: Mapping[str, Value]) -> dict[str, Any]:
-    """Return a trainer's metrics, except clocks, as JSON holds them exactly; NaN as text equals itself."""
+    """Return a trainer's metrics, except clocks, exact as in JSON; NaN as text equals itself."""
     compared = {name: value for name, value in metrics.items() if not name.startswith(_CLOCKS)}
     return {name: str(value) if value != value else value for name, value in observed(compared)}

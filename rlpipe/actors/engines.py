@@ -72,8 +72,8 @@ def check_engine(config: Config) -> None:
 def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:
     """Start the engine of `config.rollout`.
 
-    on_event: called with each of its failures (kind, fields). model: path of the model to serve, if not the
-    one that generates; it runs without a draft where it has no MTP layer.
+    on_event: called with each of its failures (kind, fields). model: path of the model to serve, if it is not
+    the generating model; such a model runs without a draft if it has no MTP layer.
     Raises ValueError for unsupported settings, models or environments.
     """
     path: Path = resolve_model(model or config.rollout_model)

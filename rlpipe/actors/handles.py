@@ -1,7 +1,7 @@
 """Types of Ray's handles of rlpipe's actors: the methods that a run calls, and what each returns.
 
-`handle.collect.remote(prompt, 4)` starts `RolloutWorker.collect` in the actor's process; awaiting what it
-returns gives the answer. Any argument may be an object reference instead of a value.
+`handle.collect.remote(prompt, 4)` starts `RolloutWorker.collect` in the actor's process; awaiting its return
+value gives the answer. Any argument may be an object reference instead of a value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Remote(Protocol[T_co]):
     """One method of an actor."""
 
     def remote(self, *args: Any) -> Awaitable[T_co]:
-        """Start the method; await what is returned for its answer."""
+        """Start the method; await the returned object for its answer."""
         ...
 
     def options(self, *, concurrency_group: str) -> Remote[T_co]:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class InlineCluster(Cluster):
-    """One rollout worker and one trainer rank, or what `run.half` leaves of them.
+    """One rollout worker and one trainer rank, or only one of the two with `run.half`.
 
     All calls of the trainer run on one thread, except the writing of checkpoints.
     on_event: receives every failure (kind, fields).
@@ -65,7 +65,7 @@ class InlineCluster(Cluster):
         await self._on_trainer_thread(self._trainer.freeze_draft)
 
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
-        """Export the newest weights; the coroutine that is returned loads them into the engine."""
+        """Export the newest weights; the returned coroutine loads them into the engine."""
         started, rollout, payload = time.monotonic(), self._rollout, None
         if rollout is not None and self._trainer is not None:
             payload = await self._on_trainer_thread(self._trainer.export, version)
@@ -80,7 +80,7 @@ class InlineCluster(Cluster):
         return send
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        """Copy the trainer's state; the coroutine that is returned writes it."""
+        """Copy the trainer's state; the returned coroutine writes it."""
         trainer = self._trainer
         if trainer is not None:
             await self._on_trainer_thread(trainer.begin_save, directory)

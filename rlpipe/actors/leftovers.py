@@ -3,11 +3,11 @@
     with watched_over():  # starts one more process, in a separate session
         ...
 
-Only for what has no other owner: a worker ends its sandboxes, `rollout/sglang/guard.py` ends a server after
-the death of its worker, `RaySession` ends Ray. Flow: the driver puts a mark into its environment, which its
-child processes inherit. The watching process waits until the driver has ended for any reason, kills all
-processes with the mark, and removes the folders, control groups and containers of dead rlpipe processes.
-Processes of other runs are not touched.
+Only for leftovers without another owner: a worker ends its sandboxes, `rollout/sglang/guard.py` ends
+a server after the death of its worker, `RaySession` ends Ray. Flow: the driver puts a mark into its
+environment, which its child processes inherit. The watching process waits until the driver has ended for any
+reason. It then kills all processes with the mark, and removes the folders, control groups and containers of
+dead rlpipe processes. Processes of other runs are not touched.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def watched_over(containers: bool = False) -> Iterator[None]:
 def marked(mark: str) -> list[psutil.Process]:
     """Return the living processes with the mark in their environment, and their descendants.
 
-    The descendants, because Ray's agents and SGLang's schedulers overwrite their environment by a title.
+    Descendants count, because Ray's agents and SGLang's schedulers overwrite their environment by a title.
     """
     family: set[psutil.Process] = set()
     for process in psutil.process_iter():

@@ -1,9 +1,9 @@
 """The network interface of process groups between machines.
 
-gloo binds the address that the host's name resolves to, which on Debian is 127.0.1.1: ranks of two machines
-then wait for each other for ever. NCCL takes the first interface that looks usable. Both use the one by which
-Ray's nodes reach each other, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. SGLang's servers get
-these variables from their workers.
+gloo binds the address that the host's name resolves to, which on Debian is 127.0.1.1. Ranks of two machines
+then wait for each other forever. NCCL takes the first interface that looks usable. Here both use the
+interface by which Ray's nodes reach each other, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
+SGLang's servers get these variables from their workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def choose_interface(config: Config) -> None:
-    """Set both variables in this actor of a Ray cluster; a Ray on only this machine needs none."""
+    """Set both variables in this actor of a Ray cluster; a Ray cluster of only this machine needs none."""
     if not config.cluster.address:
         return
     import ray

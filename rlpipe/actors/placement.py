@@ -1,9 +1,9 @@
-"""Where the actors of a run are: one reservation of CPUs and GPUs, made before any actor starts.
+"""The placement of a run's actors: one reservation of CPUs and GPUs, made before any actor starts.
 
-A bundle of resources is on one node. Each rollout worker has a bundle with the GPUs of its server, each
-tensor parallel group of the trainer one for all its ranks, so neither is divided over nodes. Neighbouring
-groups are on the same node where several fit. With cluster.share_gpus worker n and rank n have a bundle
-together, and the bundles of a tensor parallel group are on one node.
+A bundle of resources is on one node. Each rollout worker has a bundle with the GPUs of its server, and each
+tensor parallel group of the trainer has one for all its ranks, so neither is divided over nodes. Neighbouring
+groups are on the same node if several fit. With cluster.share_gpus worker n and rank n share a bundle, and
+the bundles of a tensor parallel group are on one node.
 
 Without a reservation Ray places one actor at a time, on a random one of the best nodes, and would wait
 forever for a server once no single node has enough free GPUs left.
@@ -27,8 +27,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.config.run import Config
 
-PLACED_S = 120.0  # for Ray to reserve what a run needs
-_OWN_CHOICE_S = 5.0  # for Ray to find places by itself; what fits is reserved in less than one
+PLACED_S = 120.0  # for Ray to reserve the resources of a run
+_OWN_CHOICE_S = 5.0  # for Ray to find places by itself; resources that fit are reserved in less than one
 _POLL_S = 1.0
 Bundle = dict[str, float]
 
@@ -59,7 +59,7 @@ class Placement:
         self._team_bundles = self._by_node(range(self._workers, self._workers + teams))
 
     def of_worker(self, number: int) -> dict[str, Any]:
-        """Return the options that place a worker; one that joins takes a drained one's place, if any."""
+        """Return the options that place a worker; one that joins takes the place of a drained one, if any."""
         if self._shared:
             return self._options(self._groups[number // self._tp], number % self._tp)
         if number >= self._workers and number not in self._of_added:
@@ -76,7 +76,7 @@ class Placement:
 
     @property
     def free(self) -> int:
-        """Return how many workers may join on the resources of drained ones."""
+        """Return the number of workers that may join on the resources of drained workers."""
         return len(self._left)
 
     def leave(self, number: int) -> None:
@@ -86,12 +86,12 @@ class Placement:
             self._left.append(bundle)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         while self._groups:
             remove_placement_group(self._groups.pop())
 
     def _reserve(self, bundles: list[Bundle], strategy: str) -> None:
-        """Reserve bundles, or release everything and return those that do not fit."""
+        """Reserve all bundles, or reserve none and return those that do not fit."""
         # By Ray's choice: should a node be lost, Ray then moves its bundles to another.
         group = placement_group(bundles, strategy=strategy)
         if group.wait(_OWN_CHOICE_S):

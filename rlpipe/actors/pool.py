@@ -4,7 +4,7 @@
     driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "message": a sentence}
               DIR/pool/workers.json    every worker, written again when something changes
 
-The two processes need to share only a file system. Requests to a run that has ended are deleted by the next.
+The two processes share only a file system. Requests to a run that has ended are deleted by the next run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlpipe.actors.ray_cluster import RayCluster
 from rlpipe.loop.worker_scaling import Growth
 
 POLL_S = 0.5
-_GRACE_S = 60.0  # for the groups of a worker that the run removes itself; the default of `pool drain`
+_GRACE_S = 60.0  # for the groups of a worker that the run itself removes; the default of `pool drain`
 ANSWER = ".answer.json"
 
 
@@ -47,7 +47,7 @@ async def serve(cluster: RayCluster, run_dir: Path, growth: Growth, event: Calla
 
     shown: list[dict[str, Any]] | None = None
     begun: set[Path] = set()
-    moving: set[asyncio.Task[None]] = set()  # workers in or out
+    moving: set[asyncio.Task[None]] = set()  # workers that join or leave
     try:
         async with asyncio.TaskGroup() as tasks:
             while True:

@@ -1,4 +1,4 @@
-"""The graph as Ray actors: N rollout workers, tp * dp trainer ranks.
+"""A run's processes as Ray actors: N rollout workers, tp * dp trainer ranks.
 
 With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has its own.
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Concurrency groups of a rank: threads that work during its steps.
-_WRITING = "writing"  # writes checkpoints
-_SENDING = "sending"  # sends weights that were copied
+_WRITING = "writing"  # concurrency group that writes checkpoints
+_SENDING = "sending"  # concurrency group that sends weights
 _GRACE_S = 10.0  # for a rank's death to become known, when another rank failed because of it
 
 
@@ -65,7 +65,7 @@ def hosts_and_gpus() -> tuple[int, bool]:
 
 
 def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str) -> None:
-    """Refuse servers that no node has the GPUs for, and batches that a node's object store cannot hold.
+    """Refuse servers with more GPUs than any node, and batches that exceed a node's object store.
 
     nodes: of `ray.nodes()`. driver: id of the node of this process. Raises ValueError.
     """
@@ -85,7 +85,7 @@ def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str
 
 
 def check_capacity(config: Config, supply: Mapping[str, float]) -> None:
-    """Refuse workers and ranks for which Ray would wait without end. supply: CPU and GPU of the cluster.
+    """Refuse workers and ranks for which Ray would wait forever. supply: CPU and GPU of the cluster.
 
     Those that share GPUs are checked when their pairs are reserved. Raises ValueError.
     """
@@ -154,7 +154,7 @@ class RayCluster(Cluster):
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Divide the instances among the rollout workers, and return their trajectories."""
+        """Divide the instances among the rollout workers, and return all trajectories."""
 
         async def evaluate(share: Sequence[str]) -> list[Trajectory]:
             return await self._workers.call_least_loaded(
@@ -180,7 +180,7 @@ class RayCluster(Cluster):
         await self._call_ranks("freeze_draft", lambda rank: rank.freeze_draft.remote())
 
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
-        """Copy or export the newest weights; the coroutine that is returned sends them to all workers."""
+        """Copy or export the newest weights; the returned coroutine sends them to all workers."""
         started, send = time.monotonic(), None
         if self._workers.members and self._config.run.half.trains:
             send = await (self._copy if self._config.broadcasts_weights else self._export)(version)
@@ -215,7 +215,7 @@ class RayCluster(Cluster):
         return partial(self._broadcast, version)
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
-        """Publish the copy from the trainer to all servers, past this process and the object store."""
+        """Publish the copy from the trainer to all servers, bypassing this process and the object store."""
         from rlpipe.weights.offer import Offer
 
         answers = await self._workers.call_all(lambda worker: worker.membership.remote(), serving=True)
@@ -257,7 +257,7 @@ class RayCluster(Cluster):
         return reduce(metrics)
 
     async def _group_of(self, root: TrainerHandle, members: Sequence[Member]) -> _Group:
-        """Return the group of a rank with these servers, a new one when some came, went or restarted."""
+        """Return the group of a rank with these servers, a new one if servers joined, left or restarted."""
         servers = [member.server for member in members]
         group = self._groups.get(root)
         if group is None or servers != group.servers or {m.group for m in members} - {group.rendezvous.name}:
@@ -337,7 +337,7 @@ class RayCluster(Cluster):
         return repeated
 
     def workers(self) -> list[dict[str, Any]]:
-        """List every rollout worker: its number, its load, whether it leaves."""
+        """List every rollout worker: its number, its load, whether it is leaving."""
         return [
             {"worker": member.number, "in_flight": member.load, "leaving": member.leaving}
             for member in self._workers.members

@@ -55,7 +55,7 @@ def set_ray_environment(config: Config) -> None:
 
 
 def close_ray(config: Config) -> None:
-    """Protect a local Ray that is about to start from other users of this machine; a cluster stays as it is.
+    """Protect a local Ray that is about to start from other users of this machine; ignore a remote cluster.
 
     Raises ValueError when Ray was imported without a token before.
     """

@@ -1,9 +1,8 @@
 """A rollout worker: one engine, one environment suite, one collector.
 
-A plain class: Ray wraps it in an actor, the inline cluster uses it as it is. All methods are
-coroutines, so one event loop serves any number of groups at once while the engine's own thread
-decodes. Weight updates happen between two decode steps. The driver imports this module too: torch is
-imported by the constructor.
+A plain class: Ray wraps it in an actor, the inline cluster uses it directly. All methods are coroutines, so
+one event loop serves any number of groups at once while the engine's own thread decodes. Weight updates
+happen between two decode steps. The driver imports this module too, so torch is imported by the constructor.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class RolloutWorker:
         self._last_time = time.monotonic()
 
     def _inject(self, config: Config, path: Path, collector: Callable[..., Collector]) -> None:
-        """Disturb training rollouts; evaluations keep the clean suite, and an engine with clean weights."""
+        """Disturb training rollouts; evaluations use the clean suite and an engine with clean weights."""
         clean, weights = self._engine, None
 
         # Evaluations need an engine of their own only when the disturbed one has other weights.
@@ -122,8 +121,8 @@ class RolloutWorker:
     async def hand_over(self) -> bool:
         """Stop the engine; `next_turn` then returns each turn, unfinished ones first, for another worker.
 
-        Conversations and sandboxes stay here. Returns False, and changes nothing, where engines of workers
-        differ: with injections, and with evaluations by another policy.
+        Conversations and sandboxes stay here. Returns False, and changes nothing, if the workers' engines
+        differ, as with injections or with evaluations by another policy.
         """
         if self._evaluator is not self._collector or isinstance(self._engine, InjectedEngine):
             return False
@@ -175,7 +174,7 @@ class RolloutWorker:
         return replace(await asyncio.to_thread(self._in_group().membership), worker=self._number)
 
     async def receive_weights(self, offers: Sequence[Offer]) -> dict[str, Value]:
-        """Receive what the trainer broadcasts, instead of `update_weights`.
+        """Receive weights that the trainer broadcasts, instead of `update_weights`.
 
         offers: one for the servers of all workers, or one for each worker.
         """
@@ -235,7 +234,7 @@ class RolloutWorker:
         return values | self._spans.drain()
 
     async def activity(self) -> str:
-        """Return what the collectors are busy with, as text."""
+        """Return the activity of the collectors, as text."""
         both = [one.activity() for one in dict.fromkeys((self._collector, self._evaluator))]
         return "; ".join(filter(None, both)) or "idle"
 

@@ -54,7 +54,7 @@ class TrainerWorker:
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
-        """Return where rank 0 waits for the others; host: its address. None with a single rank."""
+        """Return the address of rank 0, where it awaits others; None with a single rank. host: its host."""
         from rlpipe.trainer.runtime import open_address
 
         return open_address(host, world_size=self._world_size) if self._world_size > 1 else None
@@ -150,7 +150,7 @@ class TrainerWorker:
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """Compare target and draft at every context of these trajectories; see `diagnosis.probe`.
 
-        Of a trajectory of several segments it reads the first.
+        Of a trajectory of several segments only the first is read.
         """
         tables, depths = self._tables([t.segment(t.segments()[0]) for t in trajectories])
 
@@ -181,7 +181,7 @@ class TrainerWorker:
         return self._read_draft.draft_tables(self._pack(trajectories, None, share_prefixes=False)), depths
 
     def _lookup_tables(self, trajectories: list[Trajectory]) -> list[Table | None]:
-        """Look up what the drafter guesses in the texts, and have the target score it."""
+        """Look up the drafter's guesses in the texts, and score them by the target."""
         from rlpipe.drafts.tables import as_candidates, guesses_of, lookup_table
 
         spec = self._config.spec
@@ -197,7 +197,7 @@ class TrainerWorker:
         ]
 
     def _make_draft_trainer(self) -> DraftTrainer:
-        """Make the trainer of a draft with a directory of its own."""
+        """Make the trainer of a draft with a separate directory."""
         from rlpipe.actors.trainers import train_alongside
 
         spec = self._config.spec
@@ -244,7 +244,7 @@ class TrainerWorker:
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
     def copy_weights(self, version: int) -> None:
-        """Copy the full weights for `broadcast`, on the ranks that send some (all ranks gather)."""
+        """Copy the full weights for `broadcast`, on the ranks that send (all ranks gather)."""
         with self._spans.lane() as lane, lane.span("copy", version=version):
             self._broadcaster().copy(version)
 

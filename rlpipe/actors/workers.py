@@ -1,10 +1,10 @@
-"""The rollout workers of a run: which of them work, which one rolls out a group, and how they are replaced.
+"""The rollout workers of a run: which ones serve, which one takes a group, and how they are replaced.
 
-A worker that dies is replaced: the new one gets the newest weights before it serves, and what the dead one
-was rolling out is repeated, so no prompt is lost. A worker that does not answer within `cluster.hang_s` is
-killed and then replaced like a dead one. Workers may join and leave during the run. One that joins has the
-newest weights before it gets any work. One that leaves begins nothing new and still receives weights while it
-decodes; when its time is over its engine ends, and the other workers generate the remaining turns of its
+A worker that dies is replaced: the new one gets the newest weights before it serves, and the groups in flight
+on the dead one are repeated, so no prompt is lost. A worker that does not answer within `cluster.hang_s` is
+killed and then replaced like a dead one. Workers may join and leave during the run. A joining worker has the
+newest weights before it gets any work. A leaving worker begins nothing new and still receives weights while
+it decodes. When its time is over its engine ends, and the other workers generate the remaining turns of its
 conversations.
 """
 
@@ -30,7 +30,7 @@ Call = Callable[[RolloutHandle], Awaitable[T]]  # starts a method of a worker's 
 _CLOSE_S = 30.0  # for an actor to close, its engine included
 _JOIN_S = 1800.0  # for a worker that joins: to be placed, to start its engine, to load the newest weights
 _POLL_S = 0.1
-_ACTIVITY_S = 5.0  # for a worker to say what it is busy with
+_ACTIVITY_S = 5.0  # for a worker to report its activity
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,9 +38,9 @@ class Worker:
     """One member of the pool.
 
     load: groups and evaluations in flight on it.
-    leaving: it begins no others, and is not replaced.
+    leaving: it begins no new work, and is not replaced.
     relayed: its engine has ended; other workers generate its turns.
-    lost: how many were in flight when it left, or died while leaving; others repeat them.
+    lost: number in flight when it left, or died while leaving; others repeat them.
     """
 
     number: int
@@ -82,7 +82,7 @@ class Workers:
         return [worker for worker in self.members if not worker.leaving]
 
     async def call_least_loaded(self, call: Call[T]) -> T:
-        """Call the least loaded worker; another one when it leaves before it answers."""
+        """Call the least loaded worker; another worker when it leaves before it answers."""
         while True:
             worker = min(self.staying, key=lambda worker: worker.load)
             worker.load += 1
@@ -96,7 +96,7 @@ class Workers:
     async def call_all(self, call: Call[T], *, serving: bool = False) -> list[T]:
         """Call every worker, leaving ones included, and return their answers. Raises the first failure.
 
-        A worker that leaves before it answers adds none. serving: call only those that have an engine.
+        A worker that leaves before it answers adds no answer. serving: call only those that have an engine.
         """
         return list(chain.from_iterable(await asyncio.gather(*self._calls(call, serving=serving))))
 
@@ -115,7 +115,7 @@ class Workers:
         return (call_worker(worker) for worker in self.members if not (serving and worker.relayed))
 
     async def activity(self) -> list[str]:
-        """Return what each worker is busy with, as text; also of one that does not answer."""
+        """Return the activity of each worker as text, also of a worker that does not answer."""
 
         async def activity(worker: Worker) -> str:
             try:
@@ -129,7 +129,7 @@ class Workers:
     async def join(self, count: int) -> list[int]:
         """Add workers; return their numbers once all serve the newest weights.
 
-        When one does not start, the others join all the same. Raises RayError, TimeoutError.
+        When one does not start, the others join anyway. Raises RayError, TimeoutError.
         """
         first, self._next = self._next, self._next + count
         joining = (self._join(first + n) for n in range(count))
@@ -169,8 +169,8 @@ class Workers:
     async def leave(self, number: int, grace: float) -> int:
         """Drain a worker: after `grace` seconds the others generate the remaining turns of its groups.
 
-        Returns how many groups the others have to repeat from the beginning: those in flight when it died
-        meanwhile, or all that remain where its turns cannot be handed over.
+        Returns the number of groups that others repeat from the beginning: those in flight when the worker
+        died meanwhile, or all remaining ones if its turns cannot be handed over.
         Raises ValueError for a number that no worker has, and for the last worker.
         """
         worker = next((member for member in self.staying if member.number == number), None)
@@ -222,7 +222,7 @@ class Workers:
         return worker.relayed
 
     async def _relay_turns(self, worker: Worker) -> None:
-        """Have others generate the turns of a worker without an engine, until cancelled or it dies."""
+        """Have others generate the turns of a worker without engine, until cancelled or the worker dies."""
 
         async def relay(request: GenerateRequest) -> None:
             try:
@@ -267,7 +267,7 @@ class Workers:
                 self._on_event(kind, worker=worker.number, **fields)
 
     async def _replace(self, worker: Worker, dead: RolloutHandle, error: RayActorError) -> None:
-        """Replace a dead actor, once however many calls failed, by one that has the newest weights."""
+        """Replace a dead actor, only once for all failed calls, by one that has the newest weights."""
         async with self._respawning:
             while worker.actor is dead:
                 if worker.leaving:  # those that stay repeat its groups

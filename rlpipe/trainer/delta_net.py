@@ -174,7 +174,7 @@ class Succession:
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange this rank's tokens with all heads for all tokens with its share of the heads.
 
-        x: [N, heads, d]. Returns x, as without context parallelism a rank has all tokens and heads (else see `context`).
+        x: [N, heads, d]. Returns x: without context parallelism a rank has all of both (else see `context`).
         """
         return x
 

@@ -111,7 +111,7 @@ def varlen_attention(
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Attention of branches by the two calls of a plan. Inside, tokens are the first dimension: [Q, heads, d]."""
+    """Attention of branches by the two calls of a plan, with tokens as the first dimension: [Q, heads, d]."""
 
     @staticmethod
     def forward(ctx, query, key, value, plan, scale):

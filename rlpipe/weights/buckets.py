@@ -20,7 +20,7 @@ _MEGABYTE = 2**20
 
 
 def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Bucket]:
-    """Split weights into consecutive buckets of at most `megabytes`; a larger tensor is one by itself.
+    """Split weights into consecutive buckets of at most `megabytes`; a larger tensor is a separate bucket.
 
     Tensors that must travel together (`travels_with`) are never separated.
 

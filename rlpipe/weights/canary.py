@@ -1,13 +1,13 @@
-"""Proof that a server holds what was sent: a fingerprint of every tensor of target and draft.
+"""Proof that a server has the weights that were sent: a fingerprint of every tensor of target and draft.
 
-A sync that forgets the draft is silent: outputs stay right, and only the acceptance rate falls. SGLang's
+A sync that omits the draft is silent: outputs stay correct, and only the acceptance rate falls. SGLang's
 `/weights_checker` hashes each parameter in place, per rank and role. The same hashes are computed here from
 the weights that were sent, fused and named as SGLang stores them:
 
     q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
     gate, up_proj of all experts -> w13_weight;  down_proj of all -> w2_weight
 
-so a difference is a tensor that did not arrive. Names and layouts come from the family's table
+so a difference shows a tensor that did not arrive. Names and layouts come from the family's table
 (`rlpipe/models`) and the drafter's declaration, hashes from `fingerprint.py`. Owns the shapes that a rank
 stores.
 """
@@ -49,7 +49,7 @@ class CanaryReport:
         return not (self.target or self.draft)
 
     def summary(self) -> str:
-        """Summarise the report in one line, for people."""
+        """Summarise the report in one line, for display."""
         if self.passed:
             return "target and draft are as sent"
 
@@ -65,7 +65,7 @@ class CanaryReport:
 
 @dataclass(slots=True, kw_only=True)
 class Shard:
-    """The part of each tensor that a rank of a server stores.
+    """The part of each tensor that one rank of a server stores.
 
     kv_heads: of the model; fewer than ranks are repeated. channels: of each expert over all ranks, where the
     server pads them with zeros; 0 where it does not. delta: the model's gated delta nets, if any.
@@ -118,12 +118,12 @@ def server_parts(
 
     Args:
         weights: all, or a bucket of them.
-        hf_config: of the model; where its head is tied the server stores none.
+        hf_config: of the model; if its head is tied, the server stores none.
         dtype: of the server.
-        drafter: what the server drafts with, if it does.
+        drafter: drafter of the server, if it drafts.
 
     Raises:
-        ValueError: a tensor that no table maps, or one that is missing though others fused with it are there.
+        ValueError: a tensor that no table maps, or one that is missing from those fused together.
     """
     parts_by_name: dict[str, Parts] = {}
     float32 = family_of(hf_config).float32
@@ -271,7 +271,7 @@ def padded_channels(differing: Mapping[str, tuple[str, str]], ranks: int) -> int
 
 
 def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryReport:
-    """Compare one rank's checksums with `fingerprints`; a tensor on one side only counts as different.
+    """Compare one rank's checksums with `fingerprints`; a tensor on only one side counts as different.
 
     served: a hash for each tensor, after which rlpipe's plugin writes its dtype and shape.
 

@@ -1,14 +1,14 @@
 """Fingerprints of a version whose buckets come one after the other, for the canary.
 
-Most tensors that a server fuses come in one bucket, and are hashed with it, on its device. The experts of a
-layer are one tensor of the server, w13 or w2, and come in as many buckets as `bucket_mb` asks for. SGLang's
+Most tensors that a server fuses come in one bucket and are hashed with it, on its device. The experts of a
+layer are one tensor of the server, w13 or w2, and come in several buckets, depending on `bucket_mb`. SGLang's
 mix is a sum over tiles of 32 KiB, so on a GPU each bucket adds the tiles of its experts:
 
     buckets of a layer:  experts 0, 1   | experts 2, 3   | ...
     tiles of w13:        0 .. 383       | 384 .. 767     | ...       added up, and mixed with the last one
 
-The other tensors of the layer are on the meta device then, and only take their places. SHA-256, which a
-server on a CPU shows, has no such sums, nor has an expert that ends within a tile: such layers are hashed
+The other tensors of the layer are then on the meta device and only keep their positions. SHA-256, the hash
+of a CPU server, has no such sums, and neither has an expert that ends within a tile. Such layers are hashed
 when they are complete, from the trainer's copy of the version.
 """
 
@@ -62,7 +62,7 @@ class BucketChecksums:
         self._sums: dict[str, list[dict[str, torch.Tensor]]] = {}
 
     def add(self, bucket: Bucket) -> None:
-        """Hash what can be hashed now; the tensors are read before this returns."""
+        """Hash the tensors that can be hashed now; they are read before this returns."""
         whole: dict[str, torch.Tensor] = {}
         experts: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in bucket:
@@ -83,7 +83,7 @@ class BucketChecksums:
             sums |= fingerprints(parts, on_gpu=self._on_gpu)
 
     def _add_experts(self, layer: str, tensors: dict[str, torch.Tensor], *, complete: bool) -> None:
-        """Add the experts of one bucket. complete: no others of their layer follow."""
+        """Add the experts of one bucket. complete: no other experts of their layer follow."""
         parts_of_ranks = self._rank_parts(self._layers[layer] | tensors)
         fused = [parts for rank in parts_of_ranks for parts in rank.values()]
         if not (self._on_gpu and all(map(ends_with_tiles, fused))):

@@ -1,14 +1,14 @@
 """A version as the elements in which it differs from the version that a server holds.
 
-After a step in bf16 most elements have the bits they had: 2% change in two steps of full training. What
-travels are a position (int32) and a value for each that changes, by the tensors of a server's ranks:
+After a step in bf16 most elements have unchanged bits: 2% change in two steps of full training. Sent are a
+position (int32) and a value for each element that changes, by the tensors of a server's ranks:
 
     held, new  --server_parts-->  tensors as a rank stores them  -->  positions and values where bits differ
 
 SGLang's `load_weights` takes full Hugging Face tensors and cannot write into a part of a fused one, so
 `served/rlpipe_shared_weights.py` writes elements to their positions. Bits are compared, as integers, so the
-result is that of a full update, and the canary compares the same fingerprints. Where a delta is not worth it
-there is none: types of four bytes change everywhere, and a dense one takes longer than a copy.
+result is that of a full update, and the canary compares the same fingerprints. There is no delta if it would
+not pay: types of four bytes change everywhere, and a dense delta takes longer than a copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Elements(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """What each rank of a server has to write, by role (target, draft).
+    """The elements that each rank of a server writes, by role (target, draft).
 
     num_elements: over all ranks and roles. num_bytes: of positions and values.
     """
@@ -55,8 +55,8 @@ class Delta:
 def delta(held: Sequence[Mapping[str, Parts]], new: Sequence[Mapping[str, Parts]]) -> Delta | None:
     """Compute the delta between two versions; None where it has more than `MAX_SHARE` of the bytes of `new`.
 
-    held, new: what each rank of a server stores, by name (`canary.rank_parts`). A tensor that the draft
-    shares with the target is listed with the target only.
+    held, new: the tensors that each rank of a server stores, by name (`canary.rank_parts`). A tensor that the
+    draft shares with the target is listed with the target only.
     """
     whole = sum(part.nbytes for rank in new for parts in rank.values() for part in parts)
     ranks: list[dict[str, list[Elements]]] = []

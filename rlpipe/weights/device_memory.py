@@ -1,12 +1,12 @@
 """Memory of a GPU that another process on it maps, by CUDA IPC through the driver's library.
 
-Not by torch's handles: they fit only a torch of the same version, and a server has another one.
-The side of the server is in `served/rlpipe_shared_weights.py`.
+It does not use torch's handles: they fit only a torch of the same version, and a server has a different one.
+The server's side is in `served/rlpipe_shared_weights.py`.
 
-Who closes first: CUDA leaves it undefined to free memory that another process still maps. A server closes
-what it mapped when it is given other memory, or at its end, and a hanging one never; so this side frees none.
-It allocates once in a process, for the largest bucket of the run (`memory_of`), and again only if one grows.
-The driver may give later memory the same handle, so each has a `generation`, and servers compare it.
+Order of closing: CUDA leaves it undefined to free memory that another process still maps. A server unmaps
+memory when it is given other memory, or at its end, and a hanging server never does. So this side frees none.
+It allocates once in a process, for the largest bucket of the run (`memory_of`), and again only if a bucket
+grows. The driver may give later memory the same handle, so each has a `generation`, and servers compare it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Hashes of tensors by the algorithms of SGLang's weights checker, computed on the tensors' device.
 
-On a CPU server SHA-256 (managers/mm_utils.py, `tensor_hash`), on a GPU server a 64-bit mix
-(kernels/ops/memory/gpu_tensor_hash.py), by Triton where the tensors are on a GPU and by torch elsewhere. A
-tensor comes as the parts it is fused of, in order, which are read one after the other: SHA-256 without a copy
-and several tensors at once, the mix with a copy only where a part does not end with a tile.
+On a CPU server the hash is SHA-256 (managers/mm_utils.py, `tensor_hash`). On a GPU server it is a 64-bit mix
+(kernels/ops/memory/gpu_tensor_hash.py), by Triton if the tensors are on a GPU and by torch otherwise. A
+tensor comes as the parts that it is fused from, in order, which are read one after the other. SHA-256 needs
+no copy and hashes several tensors at once; the mix needs a copy only if a part does not end with a tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALVES = (  # seed, factor of the position, rotation of the position
 def fingerprints(tensors: Mapping[str, Parts], *, on_gpu: bool) -> dict[str, str]:
     """Hash each tensor as the server's device does; returns 16 hexadecimal digits by name.
 
-    Two names for the same parts cost one hash; tensors on a GPU are waited for once.
+    Two names for the same parts cost one hash; results on a GPU are waited for once.
     """
     # largest first, so that no thread is left with a large one at the end
     largest_first = sorted(tensors.values(), key=lambda parts: -sum(part.nbytes for part in parts))
@@ -85,7 +85,7 @@ def tile_sums(parts: Parts, device: torch.device) -> torch.Tensor:
 
 
 def _mixes(tensors: Sequence[Parts]) -> list[int]:
-    """Compute the mix of each tensor on its device: on a CPU by all cores, whatever torch's threads are."""
+    """Compute the mix of each tensor on its device: on a CPU by all cores, not torch's threads."""
     on_cpu = all(part.device.type == "cpu" for parts in tensors for part in parts)
     with ThreadPoolExecutor(_cores() if on_cpu else 1) as pool:  # torch releases the interpreter's lock
         sums = list(pool.map(_sums, tensors))

@@ -1,8 +1,9 @@
-"""The trainer's copy of the version sent last, in host memory that is kept from one version to the next.
+"""The trainer's copy of the last version sent, in host memory that is reused from version to version.
 
 Servers are paused while a version is copied, and first writes to new memory are several times as slow as
-writes to memory in use. So the memory is made, and written to once, before the first update. For a trainer
-on a GPU it is page-locked: then a copy runs at the speed of the bus, in parallel with the GPU's other work.
+writes to memory in use. So the memory is allocated, and written to once, before the first update. For a
+trainer on a GPU it is page-locked; a copy then runs at the speed of the bus, in parallel with the GPU's other
+work.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from rlpipe.weights.canary import DRAFT
 
 @dataclass(slots=True, kw_only=True)
 class Rendezvous:
-    """Where `size` ranks meet as group `name`: rank 0 listens at host:port.
+    """The meeting point of `size` ranks that form group `name`: rank 0 listens at host:port.
 
     backend: gloo, nccl, or `transports.ipc.BACKEND`.
     """
@@ -50,7 +50,7 @@ class BroadcastResult:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A server by its id (empty: none answers), and the name of the group it is in (empty: none).
+    """A server by its id (empty: none answers), and the name of its group (empty: none).
 
     worker: number of its rollout worker.
     """
@@ -67,7 +67,7 @@ class Offer:
     members: ids of the servers in the group, in the order of their ranks. ranks: of each server.
     buckets: names, types and shapes (on the meta device) in the order of sending.
     result: waits for the end of the broadcast. weights: the same weights from the trainer's memory, for a
-        server that could not take part; waits for the end too, raises RuntimeError when they are gone.
+        server that could not take part; also waits for the end, and raises RuntimeError when they are gone.
     """
 
     version: int

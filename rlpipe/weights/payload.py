@@ -1,8 +1,8 @@
 """Weights from the trainer to rollout workers: one flat buffer, one version, target and draft together.
 
-Owns the payload format and its exact round trip. Does not move it: a cluster passes the payload to engines (a
-Ray object-store reference, or the object itself inline). Target and draft are never sent separately, so a
-draft cannot stay behind its target.
+Owns the payload format and its exact round trip; does not move it: a cluster passes the payload to engines (a
+Ray object-store reference, or the object itself inline). Target and draft are never sent separately, so the
+versions of a draft and its target always match.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WeightPayload:
 
     version: optimizer steps that made them. index: name -> (dtype, shape, first byte).
     buffer: [num_bytes] uint8, shared zero-copy by the object store.
-    policy: the weights to validate, where a decoupled actor generates and a validation follows.
+    policy: the weights to validate, if a decoupled actor generates and a validation follows.
     """
 
     version: int

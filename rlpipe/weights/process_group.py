@@ -1,15 +1,15 @@
-"""Rank 0's end of a broadcast in a process group; the ranks of the servers are the others.
+"""Rank 0's end of a broadcast in a process group; the other ranks are those of the servers.
 
     once per membership:  Root and its store  <--/init_weights_update_group-->  each rank joins
     for each bucket:      its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
 
 Rank 0 is the trainer's first rank, for all servers at once (`Offer`: nothing passes through a rollout
-worker), or a rollout worker, for the ranks of its server. Owns the group and the description of buckets;
-sessions, versions and checks are not its.
+worker), or a rollout worker, for the ranks of its server. Owns the group and the description of buckets, but
+not sessions, versions or checks.
 
-NCCL returns before it is done, and then hangs instead of raising. So each call is made on a separate thread
-and waited for until a deadline of the host. After that the communicator is aborted and the thread left
-behind, and rank 0 continues.
+NCCL calls return before they are done, and hang instead of raising. So each call is made on a separate thread
+and waited for until a deadline of the host. After that the communicator is aborted, the thread is abandoned,
+and rank 0 continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.offer import Rendezvous
 
-_POLL_SECONDS = 0.0005  # between two looks at a broadcast
+_POLL_SECONDS = 0.0005  # between two checks of a broadcast
 _ABORT_SECONDS = 10.0  # for leaving a group
 _HOST = torch.device("cpu")
 
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """True when it was left, also with all groups of this process, which a trainer ends when it stops."""
+        """True when it was left, also by a trainer that stops and ends all groups of its process."""
         return self._left or (self._group is not None and self._group not in c10d._world.pg_map)
 
     def join(self) -> Future[None]:
@@ -71,7 +71,7 @@ class Group:
         return _on_thread(self._broadcast, flat)
 
     def leave(self) -> Future[None]:
-        """Abort what is under way and leave. A server leaves by a request, or when its process ends."""
+        """Abort calls under way and leave. A server leaves by a request, or when its process ends."""
         self._left = True
         group, self._group = self._group, None
         return _on_thread(_end, group)
@@ -128,14 +128,14 @@ class Root:
 
     @property
     def left(self) -> bool:
-        """True when there is no group any more."""
+        """True when the group no longer exists."""
         return self._left or self._group.ended
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
         """Send buckets to every rank, one after the other; the first one waits for all ranks to join.
 
         deadline: of the monotonic clock, until which the ranks have all of them. Leaves the group and raises
-        GroupBroken when a rank is missing, and when there was no group any more.
+        GroupBroken when a rank is missing or the group no longer exists.
         """
         until = time.monotonic() + self._timeout if deadline is None else deadline
         try:
@@ -163,7 +163,7 @@ class Root:
             return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in moved])
 
     def close(self) -> None:
-        """Leave the group and abort what hangs in it; an abort that hangs itself is left behind."""
+        """Leave the group and abort calls that hang; an abort that itself hangs is abandoned."""
         if not self._left:
             self._left = True
             with contextlib.suppress(Exception):
@@ -185,7 +185,7 @@ def _end(group: dist.ProcessGroup | None) -> None:
 
 
 def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
-    """Call a function on a thread that may be left behind."""
+    """Call a function on a thread that may be abandoned."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -229,5 +229,5 @@ def describe_bucket(bucket: Bucket, group: str) -> dict[str, Any]:
 
 
 def _aligned(bucket: Bucket) -> Bucket:
-    """Order a bucket by size of type, largest first: SGLang wants each tensor aligned to its type."""
+    """Order a bucket by size of type, largest first: SGLang needs each tensor aligned to its type."""
     return sorted(bucket, key=lambda pair: -pair[1].itemsize)

@@ -31,11 +31,11 @@ class ReceivesBroadcasts(ReceivesWeights, Protocol):
     """An engine whose server can also be a member of the group to which the trainer broadcasts."""
 
     def membership(self) -> Member:
-        """Return the server, if it answers now, and the group it is in."""
+        """Return the server, if it answers now, and its group."""
         ...
 
     def receive_weights(self, offer: Offer) -> None:
-        """Replace weights as `update_weights` does, by what the trainer broadcasts to all servers at once."""
+        """Replace weights as `update_weights` does, by those that the trainer sends to all servers at once."""
         ...
 
 
@@ -52,7 +52,7 @@ class ExportsWeights(Protocol):
         ...
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
-        """Return what `weight_buckets` will yield, as tensors on the meta device."""
+        """Return the buckets that `weight_buckets` will yield, as tensors on the meta device."""
         ...
 
 

@@ -4,11 +4,11 @@
                                  \\--> checksums for the canary, computed on the bucket's device
     send:  host memory --> BroadcastRoot.send --> every rank of every server
 
-Every trainer rank has a sender, because all of them gather. A root has the weights, and owns a group of
-servers: rank 0 that of all servers, or, where ranks and servers share GPUs, each rank that of its GPU's
-server. `send` is called on another thread than `copy`, and a version is sent before the next one is copied.
-A server that was lost gets the copy from `newest`. Requests to the servers are the rollout workers'
-(`weights.sync`).
+Every trainer rank has a sender, because all of them gather. A root is a sender that has the weights and owns
+a group of servers. Rank 0 is the root of all servers; if ranks and servers share GPUs, each rank is the root
+of its GPU's server. `send` is called on a different thread from `copy`, and a version is sent before the next
+one is copied. A server that was lost gets the copy from `newest`. The rollout workers make the requests to
+the servers (`weights.sync`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from rlpipe.weights.transports.base import Audience, BroadcastRoot
 class WeightSender:
     """Broadcasts the trainer's weights to servers, in the dtype of the rollout side.
 
-    config: of the rollout side. trainer: this rank. on_gpu: whether the servers are on GPUs. drafter: what
-    they draft with. draft: on rank 0, the trainer of a separate draft, whose weights are sent first.
+    config: of the rollout side. trainer: this rank. on_gpu: whether the servers are on GPUs. drafter: drafter
+    of the servers. draft: on rank 0, the trainer of a separate draft, whose weights are sent first.
     root: whether this rank has servers. everywhere: whether every rank has.
     """
 
@@ -64,12 +64,12 @@ class WeightSender:
         self._root: BroadcastRoot | None = None
         self._plan: Sequence[Bucket] = ()  # of a root: the buckets of every version, on the meta device
         self._copy = HostCopy((), trainer.device)
-        self._checksums = Checksums(ranks=[])  # of the copy
-        self._version: int | None = None  # of which the copy is complete
+        self._checksums = Checksums(ranks=[])  # of the copied version
+        self._version: int | None = None  # the version whose copy is complete
         self._reading = threading.Lock()  # the copy is packed on another thread than it is written
 
     def copy(self, version: int) -> None:
-        """Copy the trainer's weights; collective over its ranks, which may train on when it is done."""
+        """Copy the trainer's weights; collective over its ranks, which may train again when it is done."""
         draft = list(self._draft_buckets())
         if self._is_root and not self._plan:
             plan = self._served(self._trainer.bucket_plan(self._megabytes, self._dtype))
@@ -139,7 +139,7 @@ class WeightSender:
         return BroadcastResult(checksums=self._checksums, num_bytes=num_bytes, failure=failure)
 
     def newest(self, version: int) -> WeightPayload:
-        """Return the weights last copied. Raises RuntimeError when they are of another version."""
+        """Return the weights last copied. Raises RuntimeError when they have another version."""
         with self._reading:
             if self._version != version:
                 held = "none" if self._version is None else self._version

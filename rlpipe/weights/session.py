@@ -1,10 +1,10 @@
-"""Update sessions with one server: what every transport shares, whichever way the bytes travel.
+"""Update sessions with one server: the steps that all transports share.
 
     begin -> buckets of target and draft, the version on the last -> end
 
 Owns the names, buckets and checkpoints of a model and its draft, and the requests that open and close a
-session. How a bucket reaches the server is a transport's (`transports/`); which transport, and the check that
-the weights arrived, are `sync.py`'s.
+session. How a bucket reaches the server is the transport's part (`transports/`). `sync.py` chooses the
+transport and checks that the weights arrived.
 
 An MTP layer is part of its target's checkpoint, and each model of the server picks the weights that it uses.
 A draft with a separate checkpoint may use the same names for other tensors, so each bucket is for one of
@@ -50,7 +50,7 @@ class WeightSession:
 
     @property
     def timeout(self) -> float:
-        """Seconds that one request of an update may take."""
+        """Time limit in seconds of one request of an update."""
         return self.config.sglang.update_timeout
 
     @contextlib.asynccontextmanager
@@ -115,7 +115,7 @@ class WeightSession:
         await client.post("/update_weights_from_tensor", body, self.timeout)
 
     def delta(self, held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Delta | None:
-        """Compute the delta from the weights that the server holds; None where a full update is better."""
+        """Compute the delta from the weights that the server holds; None if a full update is better."""
         if held.keys() != new.keys():
             return None
         options: Any = {"drafter": self.drafter}

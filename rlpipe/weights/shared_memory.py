@@ -26,7 +26,7 @@ from rlpipe.weights.deltas import Delta
 SERVED = Path(__file__).with_name("served")  # a server must have it on its path of modules
 LOADER = "rlpipe_shared_weights.load"
 PENDING = "hashes are being computed"  # a server's answer to a check, until its threads are done
-CHECK = "rlpipe-check-"  # begins the id by which the same check is asked for again
+CHECK = "rlpipe-check-"  # begins the id by which the same check is requested again
 _ALIGNMENT = 64
 
 
@@ -52,7 +52,7 @@ class HostMemory:
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
 
     def close(self) -> None:
-        """Free it; mapped pages go with the last mapping, in either process."""
+        """Free it; mapped pages are freed with the last mapping, in either process."""
         os.close(self._file)
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -84,7 +84,7 @@ class SharedBuckets:
             self._memory.clear()
 
     def write(self, bucket: Bucket) -> torch.Tensor:
-        """Write a bucket over the last but one; returns its encoded layout, which the server needs.
+        """Write a bucket over the second last one; returns its encoded layout, which the server needs.
 
         Raises RuntimeError once the memory is freed.
         """
@@ -131,7 +131,7 @@ class ElementMemory:
         ]
 
     def descriptions(self, role: str) -> list[torch.Tensor]:
-        """Return for each rank the encoded layout of what it writes to its target or its draft."""
+        """Return for each rank the encoded layout of its writes to its target or its draft."""
         return [encode_layout(self._memory.location() | layouts[role]) for layouts in self._layouts]
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ def encode_layout(layout: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor, destination: torch.Tensor) -> None:
-    """Write a tensor over another of its shape: by one thread where the bytes stay as they are.
+    """Write a tensor over another of its shape: by one thread if no conversion is needed.
 
     Torch's threads wait for one another, and the other cores hash meanwhile.
     """

@@ -1,8 +1,8 @@
 """New weights into a server by the transport of the settings, and the proof that they arrived.
 
-`send` brings weights of this process to the server; `receive` has it take what the trainer broadcasts to all
-servers. `check` compares fingerprints. Sessions and buckets are `session.py`'s, the ways of sending
-`transports/`; pausing, and what follows a failed check, are the engine's.
+`send` brings weights of this process to the server. With `receive` the server takes the weights that the
+trainer broadcasts to all servers. `check` compares fingerprints. Sessions and buckets are in `session.py`,
+the ways of sending in `transports/`. The engine pauses the server and reacts to a failed check.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class WeightSync:
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
         """Refuse weights of another model before the server is touched; they may be on the meta device.
 
-        draft: whether an MTP layer is served, and so must be among them. A separate draft is there in full or
-        not at all. Raises ValueError.
+        draft: whether an MTP layer is served, which must then be among them. A separate draft must be present
+        in full or not at all. Raises ValueError.
         """
         expected = self._shapes
         if any(name.startswith(self.session.draft_prefix) for name in weights):
@@ -95,16 +95,16 @@ class WeightSync:
         await self.transport.send(client, update)
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Load on the server what the trainer broadcasts; see `Transport.receive`."""
+        """Load on the server the weights that the trainer broadcasts; see `Transport.receive`."""
         return await self.transport.receive(client, offer, member, flush=flush)
 
     def close(self) -> None:
-        """Free what the transports keep between two updates."""
+        """Free the memory that the transports keep between two updates."""
         for transport in self._transports.values():
             transport.close()
 
     async def checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
-        """Compute what `check` expects of a server that holds `weights`; needs no server."""
+        """Compute the checksums that `check` expects of a server that holds `weights`; needs no server."""
         return await asyncio.to_thread(self._checksums, weights)
 
     def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
@@ -148,7 +148,7 @@ class WeightSync:
         """Compare the fingerprints of every rank with those expected of it.
 
         expecting: may still be computed while the server hashes. draft: whether the server drafts.
-        again: computes what is expected once more, if the server turns out to pad experts.
+        again: computes them once more, if the server turns out to pad experts.
         """
         if draft and self.session.draft_path is not None and self._initial_draft is None:
             self._initial_draft = await asyncio.to_thread(self._draft_checksums, self.session.draft_path)
@@ -182,7 +182,7 @@ class WeightSync:
         return report
 
     async def _served_checksums(self, client: Server) -> dict[str, Any]:
-        """Ask the server for its fingerprints until all of them are there: it serves while it hashes."""
+        """Request the server's fingerprints until all are computed: it serves while it hashes."""
         # SGLang has no field for an id; a name to skip that no tensor has changes nothing.
         skipped = [CHECK + uuid.uuid4().hex]
         body = {"action": "checksum", "selector": "all", "skip_tensor_list": skipped}

@@ -1,4 +1,4 @@
-"""Inside an SGLang server: loads weights from memory that another process wrote and both map.
+"""Inside an SGLang server: loads weights from memory that another process writes and both map.
 
 Memory of the host (`rlpipe/weights/shared_memory.py`) or of the GPU (`rlpipe/weights/device_memory.py`). It
 holds full tensors, or elements of this rank's own tensors (`rlpipe/weights/deltas.py`). From the first bucket
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-PENDING = "hashes are being computed"  # instead of a tensor's name, to be asked again
+PENDING = "hashes are being computed"  # instead of a tensor's name: repeat the request
 CHECK = "rlpipe-check-"  # begins the id of a check
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Hashes = dict[tuple[Any, ...], Future[str]]
@@ -32,7 +32,7 @@ _on_gpu: dict[tuple[str, str], torch.Tensor] = {}  # the last mapping of GPU mem
 def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of a bucket, as views of the mapped memory; copy before the next bucket.
 
-    description: what `SharedBuckets.write` returned.
+    description: the return value of `SharedBuckets.write`.
     """
     layout = json.loads(bytes(description.tolist()))
     memory = _map(layout["path"], layout["bytes"]) if "path" in layout else _map_gpu(layout)
@@ -43,7 +43,7 @@ def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _map(path: str, size: int) -> torch.Tensor:
-    """Map the host memory at `path`, again where it grew."""
+    """Map the host memory at `path`, and map it again if it grew."""
     file = Path(path).stat()
     inode = file.st_ino
     memory = _mapped.pop(inode, torch.empty(0, dtype=torch.uint8))
@@ -64,7 +64,7 @@ class _Handle(ctypes.Structure):
 
 
 def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
-    """Map the GPU memory with the handle of `layout`. Raises RuntimeError where it is another GPU's."""
+    """Map the GPU memory with the handle of `layout`. Raises RuntimeError if it is another GPU's."""
     key = layout["handle"], layout["generation"]
     if (memory := _on_gpu.get(key)) is None:
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

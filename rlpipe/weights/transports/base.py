@@ -1,8 +1,8 @@
-"""What a transport implements: one way for new weights to reach the server of a rollout worker.
+"""The interface of a transport: one way for new weights to reach the server of a rollout worker.
 
 A worker sends weights of its process (`send`). Where the trainer broadcasts to all servers at once
-(`WeightTransfer.is_broadcast`), the trainer opens the group (`open_root`) and each worker has its server take
-what comes (`receive`); `send` is then the way for a server that could not take part.
+(`WeightTransfer.is_broadcast`), the trainer opens the group (`open_root`) and each worker has its server
+receive the weights (`receive`); `send` is then the way for a server that could not take part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlpipe.weights.session import WeightSession
 
 
-Staged = Path | Delta | None  # a checkpoint, what differs from the version before, or nothing
+Staged = Path | Delta | None  # a checkpoint, the difference to the version before, or nothing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class WeightUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class Audience:
-    """The servers to which a trainer broadcasts, and what each broadcast consists of.
+    """The servers to which a trainer broadcasts, and the content of each broadcast.
 
     host: how the servers reach the trainer. ranks: of each server. on_gpu: whether the servers are on GPUs.
     timeout: seconds for joining and sending. device: where the trainer's weights are.
@@ -79,7 +79,7 @@ class BroadcastRoot(Protocol):
 class Transport(Protocol):
     """One way of bringing weights to a server; a worker makes one and uses it for every update.
 
-    sends_deltas: whether `staged` uses what the server holds.
+    sends_deltas: whether `staged` uses the server's present weights.
     """
 
     sends_deltas: bool = False
@@ -96,12 +96,12 @@ class Transport(Protocol):
     ) -> Iterator[Staged]:
         """Prepare an update while the server still runs; yields `WeightUpdate.staged`.
 
-        held: what the server has now, where that is known.
+        held: the server's present weights, if known.
         """
         yield None
 
     def close(self) -> None:
-        """Free what the transport keeps between two updates."""
+        """Free the memory that the transport keeps between two updates."""
 
     @classmethod
     def open_root(cls, audience: Audience) -> BroadcastRoot:
@@ -109,12 +109,12 @@ class Transport(Protocol):
         raise NotImplementedError(f"{cls.__name__} has no broadcasts")
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Load what the trainer broadcasts on the server, `member` of the group.
+        """Load on the server, `member` of the group, the weights that the trainer broadcasts.
 
         Raises ServerError when either breaks off: some of its weights may be new then.
         """
         raise NotImplementedError(f"{type(self).__name__} has no broadcasts")
 
     def group_of(self, client: Server) -> str:
-        """Return the name of the group that the server is in; empty for none."""
+        """Return the name of the server's group; empty for none."""
         return ""

@@ -1,4 +1,4 @@
-"""A server as a member of a group in which another process has the weights: what such transports share."""
+"""A server as a member of a group whose weights another process has: the base of such transports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GroupTransport(Transport):
         return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Load on the server what the trainer broadcasts; see `Transport.receive`."""
+        """Load on the server the weights that the trainer broadcasts; see `Transport.receive`."""
         requests = self._session.requests(offer.buckets, version=offer.version, flush=flush)
         first_rank = offer.first_rank(member)
         loading = asyncio.ensure_future(

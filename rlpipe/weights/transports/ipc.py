@@ -155,5 +155,5 @@ class IpcMember:
             raise ServerError(f"the trainer's store: {error}") from error
 
     async def acknowledge(self, failure: str = "") -> None:
-        """Report that the server has the bucket, or why it has not."""
+        """Report that the server has the bucket, or why it does not."""
         await asyncio.to_thread(self._store.set, f"{self._number} {self._first_rank}", failure)

@@ -30,7 +30,7 @@ class SharedMemoryTransport(Transport):
     def staged(
         self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
     ) -> Iterator[Delta | None]:
-        """Compute and write what differs from the weights that the server holds."""
+        """Compute and write the difference from the weights that the server holds."""
         delta = None if held is None else self._session.delta(held, weights)
         if delta is not None:
             self._elements = self._elements or ElementMemory()
