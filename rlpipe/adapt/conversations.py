@@ -1,7 +1,7 @@
 """Conversations from a JSONL file, as trajectories to train on and as prompts.
 
 Owns the file format, one {"messages": [{"role": ..., "content": ...}, ...]} per line, and its checks. Text of
-the assistant counts as sampled; its tokens are those of the text, followed by the stop token, and everything
+the assistant counts as sampled: its tokens are those of the text, followed by the stop token. Everything
 between comes from the chat template, as in a rollout.
 """
 
@@ -49,7 +49,7 @@ class ConversationFormat:
         self._tokenizer: PreTrainedTokenizerBase = read_tokenizer(path)
 
     def trajectory(self, messages: list[Message], name: str, max_context: int) -> Trajectory:
-        """Convert one conversation, cut to `max_context` tokens; its reward means nothing."""
+        """Convert one conversation, cut to `max_context` tokens; its reward is meaningless."""
         trajectory = Trajectory(trajectory_id=name, group_id=name, instance_id=name, reward=0.0)
         pending: list[Message] = []  # since the last assistant turn
         last_turn: list[int] | None = None  # tokens of the last assistant turn

@@ -1,6 +1,6 @@
 """Held-out sets in which acceptance is measured.
 
-Owns which prompts there are: of an environment (`swe`: all its held-out sets), of one set
+Owns the choice of prompts: those of an environment (`swe`: all its held-out sets), of one set
 (`swe.held_families`), or of a JSONL file of conversations. Generates nothing.
 """
 
@@ -25,7 +25,7 @@ UNUSED_TRAINING = 16  # training tasks of an environment that is only evaluated
 class Domain:
     """One held-out set.
 
-    name: as in metrics, ENV.SPLIT or the file's name. in_domain: of the kind that is trained on.
+    name: as in metrics, ENV.SPLIT or the file's name. in_domain: whether its kind is trained on.
     suite: makes its episodes. instance_ids: of its prompts, in order.
     """
 

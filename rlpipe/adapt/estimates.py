@@ -1,8 +1,8 @@
 """Acceptance of a set of prompts, with standard errors clustered by prompt; and of differences.
 
 Owns the statistics; generates nothing. Every figure is a ratio of sums over prompts,
-r = sum_i N_i / sum_i D_i: verify steps of one prompt are correlated, prompts are not, so the error comes from
-the G prompts,
+r = sum_i N_i / sum_i D_i. Verify steps of one prompt are correlated and prompts are not, so the error comes
+from the G prompts,
 
     se(r)^2 = G / (G - 1) * sum_i ((N_i - r D_i) / sum_j D_j)^2
 

@@ -10,8 +10,8 @@ Owns the figures and their file, evaluations/step_N.json:
     domains.NAME.teacher_forced   on the trajectories of the first lossless mode that drafts from q: alpha by
                                   depth, and what the visit recursion predicts for the engine's counts
 
-Prediction and observation are of the same sequences and of the same figure, tokens a verify step emits
-within turns, so that they can be compared to the percent.
+Prediction and observation refer to the same sequences and the same figure (tokens that a verify step emits
+within turns), so they can be compared to the percent.
 """
 
 from __future__ import annotations

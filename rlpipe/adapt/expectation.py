@@ -7,8 +7,8 @@ target and draft gives, at every token, the probability that a draft of it would
     target-only    1 if x is the argmax of q, else 0
 
 The visit recursion (`rlpipe.drafts.visit`) turns them into expected verify steps. The model is frozen, so the
-same rollouts serve every evaluation, and two drafts are compared on the same tokens. From the second depth on
-the trainer's draft attends to keys of that depth where the engine's attends to those of the first.
+same rollouts serve every evaluation, and two drafts are compared on the same tokens. From the second depth
+on, the trainer's draft attends to keys of the same depth, whereas the engine's attends to those of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACCEPT = {"rejection": "accept", "target_only": "top"}  # column of the tables, 
 def expected_counts(
     trajectories: Sequence[Trajectory], tables: Sequence[Table | None], *, gamma: int, mode: str
 ) -> dict[str, ExpectedCounts]:
-    """Compute what an engine would count in these trajectories under a mode, by instance.
+    """Compute an engine's expected counts in these trajectories under a mode, by instance.
 
     Args:
         trajectories: recorded from the target.

@@ -1,6 +1,6 @@
 """The trajectories that a step trains on, and which of their tokens: pure functions of (seed, step).
 
-Owns the order, so that a resumed run sees what an uninterrupted one would have seen.
+Owns the order, so that a resumed run sees the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Adaptation:
             self.bus.commit(self.step)
 
     def _due(self, every: int) -> bool:
-        """Return whether something that happens every so many steps is due; the last step is always due."""
+        """Return whether an action with this interval in steps is due; it always is at the last step."""
         return self.step == self.config.run.steps or bool(every and self.step % every == 0)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
@@ -319,7 +319,7 @@ class Adaptation:
 
 
 def product_name(config: Config) -> str:
-    """Return the name of the directory that a finished run leaves for engines: the model, or only a draft."""
+    """Return the name of a finished run's directory for engines: the model, or only a draft."""
     return "draft" if config.adapt.drafter.kind.has_directory else "model"
 
 

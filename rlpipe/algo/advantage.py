@@ -1,18 +1,18 @@
 """Advantages of a batch of groups, through verl's registered estimators.
 
-With algo.credit=turn the tokens of turn k of trajectory i are credited with what it earned from there on,
+With algo.credit=turn the tokens of turn k of trajectory i are credited with the rewards from that turn on,
 
     G_ik = sum_{j >= k} r_ij,    A_ik = estimator over siblings i' of G_{i', min(k, K_i')},
 
-where K_i' is the last turn of sibling i': one that ended before turn k counts with its last turn, so that
-every turn is compared with the full group. With grpo: A_ik = (G_ik - mean) / std of these returns. When only
-last turns have a reward, all G_ik are the trajectory's reward, and this equals algo.credit=episode. Source:
-REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount, a turn as the step.
+where K_i' is the last turn of sibling i'. A sibling that ended before turn k counts with its last turn, so
+that every turn is compared with the full group. With grpo: A_ik = (G_ik - mean) / std of these returns. If
+only last turns have a reward, all G_ik are the trajectory's reward, and this equals algo.credit=episode.
+Source: REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount, a turn as the step.
 
-Owns which trajectories take part: masked ones and groups with fewer than two complete siblings have advantage
-zero (there is nothing to compare with). Where the policy plays all sides of a game, the siblings on each side
+Owns the choice of trajectories: masked ones and groups with fewer than two complete siblings have advantage
+zero (there is nothing to compare with). If the policy plays all sides of a game, the siblings on each side
 are a group, so that an advantage that the rules give to a side is not credited to the policy (the
-role-conditioned baseline of SPIRAL, arXiv 2506.24119, with the mean of the group for its running mean). The
+role-conditioned baseline of SPIRAL, arXiv 2506.24119, with the group's mean instead of its running mean). The
 estimator itself is verl's.
 """
 
@@ -77,7 +77,7 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
 
 
 def _turns(trajectory: Trajectory, credit: Credit) -> list[tuple[slice, float]]:
-    """Return the tokens of each turn and what was earned from there on; one turn when credited by episode."""
+    """Return the tokens of each turn and the rewards from there on; one turn when credited by episode."""
     reward = trajectory.reward
     assert reward is not None, "complete trajectories have a reward"
     ends, rewards = trajectory.turn_ends, trajectory.turn_rewards

@@ -8,20 +8,20 @@ q the rollout's distribution that sampled and q' that of the accepted tokens:
     rate            Z = sum_x min(q(x), p(x) / lam) = E_q[a]              Section 4.4.2
     weight          w(x) = Z max(lam, p(x) / q(x))                        Algorithm 1, line 23
 
-For a token that was accepted, w = p / q'. So E_q[a w f] = Z E_p[f]: among the accepted tokens of one
-position the weighted mean is that of the target, and a position counts in proportion to its Z. Each token is
-corrected conditional on its prefix; the prefix itself stays the rollout's.
+For an accepted token w = p / q'. So E_q[a w f] = Z E_p[f]: among the accepted tokens of one position the
+weighted mean is that of the target, and a position counts in proportion to its Z. Each token is corrected
+conditional on its prefix; the prefix itself remains the rollout's.
 
 How this differs from the paper
-1. Z. The paper sums over the union of both top-k, but a rollout engine sends the logprobs of its own top-k
-   only, so q is unknown at the target's other favourites. The candidates here are the rollout's top-k, and
-   `normalizer_bounds` adds the largest contribution of the other tokens. Where p = q and lam = 1 that gives
-   Z = 1 exactly, where the paper's sum gives less and a different weight to every token.
-2. Algorithm 1 puts p_new into w whatever the target is. w(p_new) is p_new / q' only where p_new is the
-   target, or where both p_new and p are at least lam q (nothing can be rejected). We use the target.
-3. kappa can be taken from the acceptance probabilities, whose mean is the acceptance rate without the noise
-   of sampling. It is measured on one batch and applied in the next: the weights then need no second pass
-   over the batch and do not depend on how it was cut.
+1. Z. The paper sums over the union of both top-k. A rollout engine sends only the logprobs of its own top-k,
+   so q is unknown at the target's other likely tokens. The candidates here are the rollout's top-k, and
+   `normalizer_bounds` adds the largest contribution of the other tokens. If p = q and lam = 1 this gives
+   exactly Z = 1; the paper's sum gives less, and a different weight to every token.
+2. Algorithm 1 puts p_new into w for any target. w(p_new) is p_new / q' only where p_new is the target, or
+   where both p_new and p are at least lam q (nothing can be rejected). We use the target.
+3. kappa can be computed from the acceptance probabilities, whose mean is the acceptance rate without sampling
+   noise. It is measured on one batch and applied in the next: the weights then need no second pass over the
+   batch and do not depend on how it was cut.
 
 It needs top-k logprobs with every sampled token (`SamplingParams.top_logprobs`), and the target's logprobs
 at those ids, gathered from the logits of the forward pass that is made anyway. With a vocabulary cut over

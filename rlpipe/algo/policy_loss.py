@@ -5,13 +5,13 @@ of the global batch (all ranks, all micro-batches of one optimizer step), so it 
 the batch was cut. Bebop Eq. 3 (GRPO) averages within each answer first, `algo.loss_agg=seq-mean-token-mean`;
 the default here is the mean over all tokens.
 
-Which "old" logprobs. PPO's ratio compares with the policy at the start of the batch. With one optimizer
-step per batch that policy is the current one: the old logprobs are the current ones, detached, no extra
-forward pass is made, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs,
-minibatches) a pass before the first step computes them. `algo.proximal` chooses another policy: the current
-one always, whose ratio is never clipped, or the one that sampled. The mismatch of trainer and rollout policy
-(staleness, precision) is handled by `correction`, not by this ratio: its weights multiply the loss of each
-token, and a token that it masks leaves every term.
+Which "old" logprobs. PPO's ratio compares with the policy at the start of the batch. With one optimizer step
+per batch that policy is the current one: the old logprobs are the current ones, detached. No extra forward
+pass is made, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs, minibatches) a
+pass before the first step computes them. `algo.proximal` chooses another policy: always the current one,
+whose ratio is never clipped, or the one that sampled. The mismatch of trainer and rollout policy (staleness,
+precision) is handled by `correction`, not by this ratio: its weights multiply the loss of each token, and a
+token that it masks leaves every term.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _user_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Call a user's loss; return the aggregated loss, and its metrics under `actor/user/`.
 
-    Raises ValueError for something else than losses of tokens, or an aggregated loss.
+    Raises ValueError for a result other than losses of tokens or an aggregated loss.
     """
     import torch
 

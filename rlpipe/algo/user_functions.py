@@ -3,9 +3,9 @@
     advantage(token_level_rewards, response_mask, index)                        -> advantages [B, S]
     policy_loss(old_log_prob, log_prob, advantages, response_mask, ...)         -> losses [B, S]
 
-Both have verl's signatures, take those of the arguments that they name, and may return what verl's do: a pair
-of advantages and returns, or of the aggregated loss and metrics. Owns loading them, the arguments they get,
-and the checks of what they return; a user's correction is in `user_correction`.
+Both have verl's signatures and receive those of the arguments that they name. They may return the same values
+as verl's: a pair of advantages and returns, or of the aggregated loss and metrics. Owns loading them, their
+arguments, and the checks of their results; a user's correction is in `user_correction`.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Owns the layout; runs nothing. numpy only.
 
-At depth k the anchor at t reads token t + k, so siblings share an anchor only if they agree on K tokens
-more: a branch of the draft begins K tokens before that of the backbone, and contexts are cut likewise.
+At depth k the anchor at t reads token t + k, so siblings share an anchor only if they agree on K further
+tokens: a branch of the draft begins K tokens before that of the backbone; contexts are cut in the same way.
 
     backbone    p p p p a a a | b b         K = 2: the anchors of the last two p's read a's or b's
     draft       p p p p a a a | p p b b     the second branch starts from the hidden states of those p's
 
-The hidden states are those of the backbone's own pass, gathered. A loss row is a turn: the token before it,
-which is the anchor of its first verify step, and its tokens. So prompts and tool output cost no head.
+The hidden states are gathered from the backbone's own pass. A loss row is a turn: the token before it, which
+is the anchor of its first verify step, and its tokens. So prompts and tool output cost no logits.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class DraftBatch:
 
 
 def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch | None:
-    """Lay a micro-batch out for the draft; None when no turn has a drafted token (two tokens or more).
+    """Lay out a micro-batch for the draft; None when no turn has a drafted token (two tokens or more).
 
     Args:
         micro_batch: as the backbone runs it.
         depths: K, tokens that the draft reads after an anchor.
-        multiple: the number of anchors is filled up to one, with a branch that no token attends to.
+        multiple: the number of anchors is padded to a multiple of it, with a branch that no token attends to.
     """
     starts = np.cumsum([0, *(branch.length for branch in micro_batch.branches)])
     ends = np.cumsum(micro_batch.mask.sum(1).astype(np.int64))
@@ -129,7 +129,7 @@ def tokens_up_to(branches: list[Branch], starts: np.ndarray, last: int) -> np.nd
 
 
 def _common_anchors(previous: np.ndarray, token_ids: np.ndarray, depths: int) -> int:
-    """Count the anchors of the previous trajectory that serve a trajectory, too.
+    """Count the anchors of the previous trajectory that a trajectory shares.
 
     Both are indices into the micro-batch's tokens.
     """

@@ -1,7 +1,7 @@
-"""The layout of trajectories in one flat micro-batch: its tokens, who follows whom, what is predicted where.
+"""The layout of trajectories in one flat micro-batch: its tokens, their predecessors, and their predictions.
 
-Owns how `rlpipe.batching.micro_batch.MicroBatch` is filled; which trajectories go into one is decided by
-`packing`. numpy only.
+Owns the filling of `rlpipe.batching.micro_batch.MicroBatch`; `packing` decides its trajectories.
+numpy only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpipe.types import Trajectory, unrecorded
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainingData:
-    """What micro-batches are filled from; all sequences are parallel to the trajectories.
+    """The data that micro-batches are filled from; all sequences are parallel to the trajectories.
 
     advantages: per token. columns: further numbers per token by name, None or empty without. candidates: lay
     out top_logprobs. routes: lay out the experts that read each token in the rollout, where recorded.
@@ -59,14 +59,14 @@ def lay_out(
     shared: Sequence[int],
     size: int,
 ) -> MicroBatch:
-    """Lay one trajectory after the other, each as a branch of what it shares with the one before.
+    """Lay out one trajectory after the other, each as a branch of the prefix it shares with the one before.
 
     Args:
         data: of all trajectories.
         rows: [B] indices of those to lay out.
         inputs: tokens of each of them that are read.
-        shared: how many of these the row before has, too (the first entry is ignored).
-        size: tokens to fill the micro-batch up to, with a branch that no token attends to.
+        shared: how many of these the row before also has (the first entry is ignored).
+        size: tokens to pad the micro-batch to, with a branch that no token attends to.
 
     Raises:
         ValueError: candidates are wanted and a trajectory has no top_logprobs.

@@ -3,7 +3,7 @@
 Owns the format of a micro-batch; `rlpipe.batching.layout` fills it. numpy only; knows no model.
 
 A micro-batch is one flat list of tokens. Trajectories follow one another in it, each as a `Branch`: the
-tokens it does not share with an earlier one. The tokens it shares are its context, which is read from the
+tokens that it does not share with an earlier one. Its shared tokens are its context, which is read from the
 earlier branches. So a prompt of eight siblings is run forward and backward once, and there is no padding.
 
     tokens      p p p p a a a | b b | a b b          "|" separates branches
@@ -40,7 +40,7 @@ class Branch:
 
 @dataclass(slots=True, kw_only=True)
 class Candidates:
-    """The tokens most likely where P tokens were sampled.
+    """The most likely tokens at the positions of P sampled tokens.
 
     ids: [P, K] int64, -1 is padding. logprobs: [P, K] float32, the rollout's of each, -inf for padding.
     """
@@ -149,7 +149,7 @@ class PackedBatch:
     lengths: tokens of every trajectory, packed or not. temperature: the rollout's; logprobs are
     those of softmax(logits / temperature). skipped: trajectories left out for their zero advantage.
     shared_tokens: tokens of packed trajectories that are not run because an earlier one has them.
-    padding_tokens: that fill padded rows, or micro-batches up to a multiple.
+    padding_tokens: those that pad rows, or micro-batches to a multiple.
     """
 
     minibatches: list[MiniBatch]

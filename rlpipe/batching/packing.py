@@ -1,10 +1,10 @@
 """The cut of a batch into flat micro-batches, and the totals that make the loss independent of the cut.
 
-Owns which trajectories take part, how they are dealt to data parallel ranks and minibatches, and how they
-fill micro-batches under a token budget (their layout: `layout`). numpy only; knows no model and no loss.
-Flow: take the segments of a trajectory apart, drop what cannot be trained on, shuffle into minibatches, put
-each minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a
-stretch of it, and cut the stretch where the least is shared.
+Owns the choice of trajectories, their distribution to data parallel ranks and minibatches, and the filling of
+micro-batches under a token budget (their layout: `layout`). numpy only; knows no model and no loss. Flow:
+split trajectories into segments, drop those that cannot be trained on, shuffle into minibatches, sort each
+minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a stretch
+of it, and cut the stretch where the least is shared.
 
 Invariants: every trainable token is in exactly one micro-batch of each pass; no micro-batch has more
 tokens than the budget; every rank of a minibatch has the same number of micro-batches (a rank short of
@@ -131,7 +131,7 @@ def trainable(trajectory: Trajectory) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """Trajectories in the order they are laid out, and what stretches [start, stop) of them cost.
+    """Trajectories in the order they are laid out, and the cost of stretches [start, stop) of them.
 
     inputs: tokens of each that are read. shared: how many of them the one before has, too.
     fresh: [n + 1] sums of the tokens not shared. padded: whether cost is that of padded rows.
@@ -170,7 +170,7 @@ class _Line:
 
 
 def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
-    """Return one stretch per rank, the most expensive of them as cheap as possible."""
+    """Return one stretch per rank, such that the most expensive one is as cheap as possible."""
 
     def stretches_within(limit: int) -> list[tuple[int, int]]:
         starts = [0]
@@ -190,7 +190,7 @@ def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
 
 
 def _cut(line: _Line, stretch: tuple[int, int], budget: int) -> list[tuple[int, int]]:
-    """Cut a stretch into micro-batches within the budget that cost the least together."""
+    """Cut a stretch into micro-batches within the budget, at the smallest total cost."""
     start, stop = stretch
     best = {start: (0, start)}  # end -> (cost of all up to it, where its last micro-batch starts)
     for j in range(start + 1, stop + 1):

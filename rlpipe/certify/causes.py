@@ -1,8 +1,8 @@
-"""Which fault explains the lines that fail, so that one fault has one name.
+"""Names the fault that explains the failed lines, so that one fault has one name.
 
-A fault breaks the line that is about it, and often others: with top-p left on, later tokens deviate too. Each
-cause names the lines it explains; a failed line that no cause explains is named by itself. Order matters: a
-cause that was found is taken into account by those after it.
+A fault breaks the line that tests it, and often others: with top-p left on, later tokens deviate too. Each
+cause lists the lines it explains; a failed line that no cause explains is named by itself. Order matters:
+later causes take into account the causes found before them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a server speaks: SGLang's `/generate`, OpenAI's completions or its chat, and which features it has.
+"""The API of a server: SGLang's `/generate`, OpenAI's completions or its chat, and the features it has.
 
-A feature counts where its effect is seen in an answer, since servers ignore fields that they do not know:
+A feature counts if its effect shows in an answer, since servers ignore unknown fields:
 
 | feature  | field                                                | without it                        |
 | ids in   | input_ids; a list of ids as `prompt`                 | text is sent, and tokenised there |

@@ -1,4 +1,4 @@
-"""Samples of a server with the reference at each of them: what the lines of a certificate read."""
+"""Samples of a server with the reference at each of them: the input of a certificate's lines."""
 
 from __future__ import annotations
 

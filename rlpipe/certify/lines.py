@@ -1,9 +1,8 @@
 """The lines of a certificate: one question each, answered by an exact test, a tolerance, or not at all.
 
-Statistical lines share the family's alpha equally (Bonferroni over all that can be judged of any server), so
-a right server fails any of them with probability at most alpha. Lines that compare numbers are
-not subject to chance: their tolerance is the rounding error of the server's number format, which the
-reference measures.
+Statistical lines share the family's alpha equally (Bonferroni over all lines that any server can have), so a
+correct server fails any of them with probability at most alpha. Lines that compare numbers are not subject to
+chance: their tolerance is the rounding error of the server's number format, which the reference measures.
 """
 
 from __future__ import annotations

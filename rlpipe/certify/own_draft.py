@@ -1,7 +1,7 @@
 """The acceptance of a checkpoint's own draft, from the embedded engine in the server's mode and gamma.
 
-Tests ensure that this engine and SGLang accept equally many drafts. So a server that accepts another number
-drafts with other weights, or verifies by another rule.
+Tests ensure that this engine and SGLang accept equally many drafts. So a server with a different number
+drafts with different weights, or verifies by a different rule.
 """
 
 from __future__ import annotations

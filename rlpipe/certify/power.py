@@ -1,4 +1,4 @@
-"""How small a fault each line sees, by simulation of that fault with this certificate's own samples.
+"""The smallest fault that each line detects, by simulating that fault with this certificate's own samples.
 
 Critical values are read from the simulated mean and variance (`normal_score`), which is accurate to a few per
 cent of a fault's size; the tests themselves do not use it.

@@ -1,7 +1,7 @@
-"""The reference pass: what transformers computes in float32 after the same tokens.
+"""The reference pass: the outputs of transformers in float32 after the same tokens.
 
-Where a server computes in another number format, a second pass in that format measures what rounding moves:
-the log-probability of a token, the gap between two logits, and the probabilities of a row. Differences of
+If a server computes in another number format, a second pass in that format measures the effect of rounding
+on the log-probability of a token, the gap between two logits, and the probabilities of a row. Differences of
 that size are no fault.
 """
 

@@ -1,9 +1,9 @@
 """The temperature of samples, estimated and tested by its sufficient statistic.
 
 The distributions at all temperatures are one exponential family: p_T(x) is proportional to exp(z(x) / T). The
-sum of ln p over the samples is sufficient for T, so the test of the requested temperature is exact and the
-most powerful there is, and the temperature that explains the samples best is where the expected sum is the
-observed one.
+sum of ln p over the samples is sufficient for T. The test of the requested temperature is therefore exact and
+the most powerful one. The temperature that explains the samples best is the one at which the expected sum
+equals the observed sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokens by their text, for servers that return text only.
 
-Tokens with one text are one class, whose probability is the sum of theirs; that is exact for the first token
-of an answer. Spaces at the ends are dropped, since servers differ in them, as are characters that a token has
-only a part of.
+Tokens with the same text form one class, whose probability is the sum of theirs; that is exact for the first
+token of an answer. Spaces at the ends are dropped, since servers differ in them. So are characters of which a
+token has only a part.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     the model's turn -> game -> the opponent's turns -> game -> what the model sees next
 
-The first message has the rules and the game before the model's first turn; later messages have what happened
+The first message has the rules and the game before the model's first turn; later messages report the events
 since. The reward is the game's reward for the model's side; a game that refuses a turn either allows another
 one or is lost. The seed, which is the instance, determines the random choices of game and opponent, and its
 parity determines who begins. In self-play the attempts at an instance play in pairs, each with a trajectory

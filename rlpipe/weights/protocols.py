@@ -35,7 +35,7 @@ class ReceivesBroadcasts(ReceivesWeights, Protocol):
         ...
 
     def receive_weights(self, offer: Offer) -> None:
-        """Replace weights as `update_weights` does, by those that the trainer sends to all servers at once."""
+        """Replace weights as `update_weights` does, by a broadcast of the trainer to all servers."""
         ...
 
 

@@ -3,7 +3,7 @@
     sandbox: starts as _START -> listens at the endpoint's port in its own network -> becomes the command
     this process: gets that listening socket -> the endpoint answers there, so nothing else can be reached
 
-Owns what the command sees: /usr, its virtual environment and its files, all read-only, the task, and a work
+Owns the command's view: /usr, its virtual environment and its files, all read-only, the task, and a work
 tree. Nothing that grades it is visible, and every process that it started has ended before it is graded.
 """
 

@@ -1,7 +1,7 @@
 """Runs an agent on one task: a command in the sandbox (`command`), or a function of this process.
 
 Owns the input of a function (base URL, key, task) and its answer. A function runs with the user's rights and
-could read what grades it, so it is for trusted code that does not execute what a model writes.
+could read its grader, so it is for trusted code that does not execute what a model writes.
 """
 
 from __future__ import annotations

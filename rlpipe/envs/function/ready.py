@@ -1,4 +1,4 @@
-"""Reward functions that come with rlpipe, by the name that `reward` gives them.
+"""Reward functions that come with rlpipe, by their names in the setting `reward`.
 
 Each is made from its options (`reward={NAME: {option: value}}`), which are checked before anything starts,
 and has rlpipe's own form. Libraries do the work: math-verify, jsonschema, reasoning-gym.

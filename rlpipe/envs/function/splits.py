@@ -1,7 +1,7 @@
-"""Which rows are trained on and which are held out, after every row was read and checked once.
+"""Selects the rows to train on and those held out, after every row was read and checked once.
 
 Flow: each row -> data.filter -> its example (checked) -> shuffled -> data.limit -> train and held-out rows.
-Findings for a person (rows left out, duplicates, a leak) are collected as sentences.
+Findings for the user (rows left out, duplicates, a leak) are collected as sentences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The processes below one, read once for all sandboxes that look at about the same time.
 
-n sandboxes have a few times n processes. If each look of each sandbox read all of them, looking would take
-time that grows with the square of n: with 192 sandboxes it held up the engine in the same process.
+n sandboxes have a multiple of n processes. If each sandbox read all of them at each look, the time of looking
+would grow with the square of n: with 192 sandboxes it held up the engine in the same process.
 """
 
 from __future__ import annotations

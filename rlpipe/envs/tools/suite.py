@@ -1,7 +1,8 @@
 """All tool-use instances of a run. Splits: `train`, `held_instances` and `held_families`.
 
-Held-out indices start at 0 whatever the run's seed; training ones at (1 + seed) million; what the
-shipped model was made from (recipes/agent_rl) at a billion. A family of `held_families` is never trained on.
+Held-out indices start at 0 for every seed of the run, training indices at (1 + seed) million. Those that the
+shipped model was made from (recipes/agent_rl) start at a billion. A family of `held_families` is never
+trained on.
 """
 
 from __future__ import annotations
