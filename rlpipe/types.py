@@ -1,6 +1,6 @@
 """The data that every layer shares: trajectories, groups, requests, counts. Imports no torch.
 
-Owns the shape of what travels between rollout, pipeline and trainer; owns no behaviour beyond
+Owns the shape of the data that travels between rollout, pipeline and trainer; owns no behaviour beyond
 sums. Flow: a `Prompt` is admitted, its `group_size` attempts become `Trajectory`s of a `Group`,
 each sampled token carries its logprob, entropy and the policy version that sampled it.
 

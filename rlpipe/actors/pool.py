@@ -4,7 +4,7 @@
     driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "message": a sentence}
               DIR/pool/workers.json    every worker, written again when something changes
 
-The two processes share only a file system. Requests to a run that has ended are deleted by the next run.
+The two processes need to share only a file system. The next run deletes requests to a run that has ended.
 """
 
 from __future__ import annotations

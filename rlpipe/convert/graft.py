@@ -1,8 +1,8 @@
 """Gives a dense model an MTP layer: its last decoder layer after a projection fitted by least squares.
 
-The model's weights and type stay as they are: OUT has its files, `mtp.safetensors`, and a config.json that
-counts the layer. Engines and trainer read it as the family it is; an SGLang server gets it in MiMo's form at
-its start (`rollout/sglang/target.py`).
+The model's weights and type do not change: OUT has its files, `mtp.safetensors`, and a config.json that
+counts the layer. Engines and trainer read it as a model of its own family; an SGLang server gets it in MiMo's
+form at its start (`rollout/sglang/target.py`).
 """
 
 from __future__ import annotations

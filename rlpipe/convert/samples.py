@@ -1,7 +1,7 @@
 """Sequences of a model to fit an MTP layer on: read from a file, or sampled from the model itself.
 
-Without prompts the model writes those too: it continues the chat template's prefix of a user's turn, then
-answers what it wrote.
+Without prompts the model also writes the prompts: it continues the chat template's prefix of a user's turn,
+then answers the text that it wrote.
 """
 
 from __future__ import annotations

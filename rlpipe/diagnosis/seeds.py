@@ -17,7 +17,7 @@ from rlpipe.metrics.runs import RunData, flat_settings
 from rlpipe.metrics.statistics import Z95, Estimate, Interval, t_quantile
 
 SEED = "run.seed"
-SAME = ("run.dir", "metrics.")  # a run's place and its recordings: no difference between arms
+SAME = ("run.dir", "metrics.")  # a run's path and what it records: no difference between arms
 
 
 def differing(runs: Sequence[RunData]) -> dict[str, list[str]]:

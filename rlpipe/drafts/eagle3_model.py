@@ -202,8 +202,8 @@ def unrolled_attention(
     query: [B, heads, T, d] of the last step in past. past: keys and values [B, heads, T, d] of steps 1 .. k.
     Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
     scores of step 1, [B, heads, T, T], are stored in full.
-    unseen: bool, broadcasts to [B, heads, T, S]: the keys of step 1, of S, that an anchor does not see, for
-    keys other than those of anchors 0 .. T - 1.
+    unseen: bool, broadcasts to [B, heads, T, S]: which of the S keys of step 1 an anchor does not see; needed
+    if these are not the keys of anchors 0 .. T - 1.
     """
     (keys, values), later = past[0], past[1:]
     query = query * query.shape[-1] ** -0.5

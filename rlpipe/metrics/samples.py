@@ -1,4 +1,4 @@
-"""One answer from each validated set, for people to read. Imports no torch.
+"""One answer from each validated set, for display. Imports no torch.
 
 Owns the fields of the event `sample`. The instance is always the first of its set, so that the model's
 answers before and after training can be compared.

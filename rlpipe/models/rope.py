@@ -5,9 +5,9 @@ A key or query at position t is rotated by t * frequency in each of its planes a
 
     linear   frequency / factor (position interpolation, Chen et al. 2023)
     llama3   waves longer than original / low_freq_factor as linear, those shorter than
-             original / high_freq_factor as they are, and a mix of both in between (Llama 3.1)
+             original / high_freq_factor unchanged, and a mix of both in between (Llama 3.1)
     yarn     planes that turn less than beta_slow times over the original context as linear, those that turn
-             more than beta_fast times as they are, a linear mix in between; magnitude 0.1 ln(factor) + 1
+             more than beta_fast times unchanged, a linear mix in between; magnitude 0.1 ln(factor) + 1
              (Peng et al. 2023, Section 3)
 """
 

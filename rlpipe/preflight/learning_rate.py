@@ -1,7 +1,7 @@
-"""A note where `trainer.lr` is far from what models of that size are trained with; refuses nothing.
+"""Notes a `trainer.lr` that is far from the usual rates for models of that size; refuses nothing.
 
-The usual rate is a power law through the rows of docs/your_model.md for all weights under AdamW, which it
-meets within a factor of four: 2e-4 at 2.4M parameters, 2e-5 at 135M, 1e-6 at 7B.
+The usual rate is a power law through the rows of docs/your_model.md for all weights under AdamW. It matches
+them within a factor of four: 2e-4 at 2.4M parameters, 2e-5 at 135M, 1e-6 at 7B.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ width of a head, needs these bytes:
                  width F are stored too
     head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it is trained
 
-Without recomputation the activations of every layer are stored. With recompute=full, N e H bytes of
-each layer and all of one layer at a time. With recompute=selective, all except what MLPs and experts compute,
-and that for one layer at a time. Of `pp` pipeline stages the s-th, counted from 0, stores pp - s
-micro-batches. With trainer.sp, H is H / tp.
+Without recomputation the activations of every layer are stored. With recompute=full, N e H bytes of each
+layer are stored, and everything of one layer at a time. With recompute=selective, everything is stored except
+the outputs of MLPs and experts, which are stored for one layer at a time. Of `pp` pipeline stages the s-th,
+counted from 0, stores pp - s micro-batches. With trainer.sp, H is H / tp.
 
 A process on a CPU needs more (`_on_host`): libraries; freed blocks that its allocator has not given back; and
 in a trainer the copy that a checkpoint is written from, of its optimizer state and twice of its weights (to

@@ -1,7 +1,7 @@
 """The static shape of a tree of drafts. No tokens, no probabilities.
 
 Node 0 is the root: the pending token, already emitted but not yet in the KV cache. Nodes 1..N are
-drafts, numbered level by level, children of one node in a row and in the order they are verified:
+drafts, numbered level by level; children of one node are adjacent, in the order they are verified:
 
     Tree.from_branching((2, 1))          0
                                        1   2        depth 1, tokens to follow the root

@@ -1,4 +1,4 @@
-"""Verification rules, as pure functions: what is emitted, given drafts, probabilities and uniforms.
+"""Verification rules, as pure functions: the emitted tokens, given drafts, probabilities and uniforms.
 
 All are lossless: chain (rejection), block, target-only, greedy, and their tree forms.
 """
