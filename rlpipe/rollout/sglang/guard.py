@@ -1,4 +1,4 @@
-"""Run a command and end it, with all its children, when standard input closes.
+"""Run a command and end it, with all that it started, when standard input closes.
 
     python guard.py COMMAND [ARGUMENTS...]
 
