@@ -1,8 +1,8 @@
-"""The OpenAPI document of the endpoint: which requests have an answer, and what each answer holds.
+"""The OpenAPI document of the endpoint: the requests that it answers, and the content of each answer.
 
-Served at /openapi.json. Owns the description only: `requests` and the dialects read bodies and build answers.
-A field that is not named here is ignored. Schemathesis holds both against each other in a test: what a
-schema refuses is answered by 400, and every answer fits its schema.
+Served at /openapi.json. Owns only the description: `requests` and the dialects read bodies and build answers.
+Fields that are not named here are ignored. In a test Schemathesis compares the two: a request that a schema
+refuses is answered by 400, and every answer matches its schema.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Reply:
 
     content: its text without calls. finish: "stop", "length" or "tool_calls". ids, logprobs: of its tokens,
     its stop token included; texts: of each token; top: [(text, logprob), ...] of each. prompt_tokens: number
-    of tokens before the turn. cached_tokens: how many of these were recorded before.
+    of tokens before the turn. cached_tokens: number of these that were recorded before.
     """
 
     content: str
@@ -110,7 +110,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def string_of(value: Any, where: str) -> str:
-    """Return a text. Raises ApiError for anything else, and for one that UTF-8 cannot hold."""
+    """Return a text. Raises ApiError for anything else, and for a text that UTF-8 cannot encode."""
     if not isinstance(value, str):
         raise ApiError(400, f"{where} must be a string, not {type(value).__name__}.")
     try:
@@ -128,7 +128,7 @@ def list_of(value: Any, where: str) -> Sequence[Any]:
 
 
 def list_or_empty(body: Mapping[str, Any], name: str, where: str = "") -> Sequence[Any]:
-    """Return a field that holds a list, or is left out or null. Raises ApiError for anything else."""
+    """Return a field that is a list, null or left out. Raises ApiError for anything else."""
     return [] if body.get(name) is None else list_of(body[name], f"{where}{name}")
 
 
@@ -143,7 +143,7 @@ def flag_of(body: Mapping[str, Any], name: str) -> bool:
 def count_of(body: Mapping[str, Any], *names: str, least: int, most: int) -> int | None:
     """Return the first field that is present, an integer within bounds; None if none is present.
 
-    Raises ApiError when one of them is anything else.
+    Raises ApiError when a field has any other value.
     """
     values = [(name, body[name]) for name in names if body.get(name) is not None]
     for name, value in values:

@@ -82,7 +82,7 @@ class AgentServer:
         listeners.append(await loop.create_server(self._runner.server, sock=listener))
 
     async def close(self) -> None:
-        """Stop serving; requests that run end."""
+        """Stop serving and end running requests."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -133,7 +133,7 @@ class AgentServer:
         return session
 
     def _handler(self, dialect: ModuleType) -> Handler:
-        """Return what serves the route of a dialect."""
+        """Return the handler of a dialect's route."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session_of(request)
@@ -184,7 +184,7 @@ class _Stream:
     async def send(
         self, work: asyncio.Future[Any], events: Callable[[Any], Iterator[tuple[str, Any]]]
     ) -> web.StreamResponse:
-        """Send the events of what `work` returns. An error before anything was sent keeps its HTTP status."""
+        """Send the events of the result of `work`. An error before the first event keeps its HTTP status."""
         await asyncio.wait({work}, timeout=_PING_S)
         if work.done() and work.exception() is not None:
             return await work
@@ -210,7 +210,7 @@ def _server_sent(kind: str, data: Any) -> bytes:
 
 
 def _noted(asked: Any) -> dict[str, str]:
-    """Return a header that names the client's settings which the run decides instead."""
+    """Return a header that names the client's settings that the run overrides."""
     return {"x-rlpipe-overridden": ",".join(asked.overridden)} if asked.overridden else {}
 
 
@@ -223,7 +223,7 @@ async def _openapi(request: web.Request) -> web.StreamResponse:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """Read a request's JSON object. Raises ApiError when it is late, or is none."""
+    """Read a request's JSON object. Raises ApiError when it is late or not a JSON object."""
     try:
         async with asyncio.timeout(READ_S):
             text = await request.read()

@@ -1,4 +1,4 @@
-"""One attempt of an agent: its requests, and the conversations that they make, token for token.
+"""One attempt of an agent: its requests, and the conversations that they form, token for token.
 
     request -> plan: which recorded turn does it continue? -> generate -> record -> reply
 
@@ -36,7 +36,7 @@ from rlpipe.rollout.turn import Turn, joined, shortened
 from rlpipe.serve.requests import ApiError, Call, ChatRequest, Message, Reply
 from rlpipe.types import FinishReason, GenerateResult, Trajectory
 
-_STOP_SLICE = 32  # tokens between two looks for the texts that end a turn
+_STOP_SLICE = 32  # tokens between two searches for the texts that end a turn
 MAX_AT_ONCE = 64  # requests of one attempt
 _SHOWN = 300  # characters of a failure in an answer
 
@@ -45,9 +45,9 @@ _SHOWN = 300  # characters of a failure in an answer
 class _Recorded:
     """A turn that was generated: where its tokens are, and how the template reads their content.
 
-    segment, length: it ends at this token of that segment. messages: up to it, as the model read and wrote
-    them (None: the client sent ids). text: of all tokens, without the turn's stop token. continued: by a
-    request.
+    segment, length: the turn ends at token `length` of `segment`. messages: up to the turn's end, as the
+    model read and wrote them (None: the client sent ids). text: of all tokens, without the turn's stop token.
+    continued: by a request.
     """
 
     segment: int
@@ -59,11 +59,11 @@ class _Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class _Plan:
-    """What a request generates from.
+    """The input from which a request generates.
 
     prompt: ids of everything before the turn. after: the turn that it continues or repeats; None for neither.
     extends: the segment of that turn continues. messages, text: as of `_Recorded`. keys: of the messages, by
-    their number. segment: that gets the turn.
+    their number. segment: the one that gets the turn.
     """
 
     prompt: np.ndarray
@@ -94,7 +94,7 @@ class Session:
         self.failure: BaseException | None = None
         self._attempt, self._chat, self._parser = attempt, attempt.chat, parser
         self._segments: dict[int, Trajectory] = {}
-        self._opened = 0  # segments that got a number; an abandoned one stays empty
+        self._opened = 0  # segments with a number; an abandoned segment stays empty
         self._by_key: dict[str, list[_Recorded]] = defaultdict(list)
         self._turns: list[_Recorded] = []
         self._seen: Counter[str] = Counter()  # requests by their prompt
@@ -155,7 +155,7 @@ class Session:
 
     @contextmanager
     def _admitted(self, turns: int) -> Iterator[None]:
-        """Count the turns of a request, and have `close` end it. Raises ApiError when it is one too many."""
+        """Count the turns of a request, and make `close` end it. Raises ApiError when it is one too many."""
         if self._closed:
             raise ApiError(401, "the attempt of this key has ended.", "session_ended")
         if self.failure is not None:
@@ -251,7 +251,7 @@ class Session:
         keys: list[str],
         text: str,
     ) -> _Plan | None:
-        """Return the plan that continues a turn; None where the template does not write what is recorded.
+        """Return the plan that continues a turn; None if the template does not write the recorded text.
 
         messages, text: the conversation as the client sends it, and its rendered text. After the recorded
         turn, both renderings must agree: a template may write the turn's calls in another way, but nothing
@@ -439,7 +439,7 @@ class Session:
     def _reply(
         self, plan: _Plan, result: GenerateResult, parsed: ParsedTurn, calls: list[Call], request: ChatRequest
     ) -> Reply:
-        """Return the reply in the form that all dialects write."""
+        """Return the reply in the common form of all dialects."""
         ids = result.output_ids.tolist()
         top = [
             [(self._chat.token_texts([token])[0], p) for token, p in each[: request.top_logprobs]]
@@ -470,7 +470,7 @@ def _keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[
 
 
 def _key(before: str, message: Message) -> str:
-    """Return the key of a conversation with one more message. Ids of calls are the server's, and left out."""
+    """Return the key of a conversation with one more message; without ids of calls, which the server makes."""
     if message.get("tool_calls"):
         message = {**message, "tool_calls": [call["function"] for call in message["tool_calls"]]}
     text = json.dumps([before, message], sort_keys=True)
