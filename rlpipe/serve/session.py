@@ -470,7 +470,7 @@ def _keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[
 
 
 def _key(before: str, message: Message) -> str:
-    """Return the key of a conversation with one more message; without ids of calls, which the server makes."""
+    """Return the key of a conversation plus one message, without ids of calls, which the server makes."""
     if message.get("tool_calls"):
         message = {**message, "tool_calls": [call["function"] for call in message["tool_calls"]]}
     text = json.dumps([before, message], sort_keys=True)
