@@ -66,8 +66,11 @@ def _remove_mtp(folder: Path) -> None:
     write_checkpoint(folder, backbone, like=folder)
     (folder / DRAFT_VOCAB).unlink(missing_ok=True)
 
+    # Families name the number of layers differently, some of them among the settings of a text model.
     config = json.loads((folder / "config.json").read_text())
-    del config["num_nextn_predict_layers"]
+    for settings in (config, config.get("text_config") or {}):
+        for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            settings.pop(name, None)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -6,12 +6,12 @@ import sys
 from shutil import copytree
 
 import pytest
-from safetensors import safe_open
 
 from rlpipe.cli.main import COMMANDS, main
 from rlpipe.loop.checkpoints import CheckpointStore
-from rlpipe.models.checkpoint import has_mtp, read_config
+from rlpipe.models.checkpoint import has_mtp, is_mtp_weight, read_config, read_weights
 from tests.helpers.cli import ROOT, environment, run
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.packaging
 TINY = ROOT / "models" / "tiny"
@@ -124,16 +124,18 @@ def test_a_checkpoint_is_exported_and_a_damaged_one_is_not(tmp_path):
     assert not (tmp_path / "damaged").exists() and not (tmp_path / "absent").exists()
 
 
-def test_a_checkpoint_is_exported_without_its_mtp_layer(tmp_path):
+@pytest.mark.parametrize("family", ["mimo", "deepseek_v3", "qwen3_next", "qwen3_5"])
+def test_a_checkpoint_is_exported_without_its_mtp_layer(tmp_path, family):
+    model = TINY if family == "mimo" else write_random_checkpoint(tmp_path / "model", family)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
-    copytree(TINY, store.begin(1) / "hf")
+    copytree(model, store.begin(1) / "hf")
     store.finish(1, {})
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "plain"), "--without-mtp"]) == 0
 
-    names = safe_open(tmp_path / "plain" / "model.safetensors", framework="pt").keys()
-    whole = safe_open(TINY / "model.safetensors", framework="pt").keys()
-    assert set(names) == {name for name in whole if "mtp" not in name} < set(whole)
+    after, before = read_weights(tmp_path / "plain"), read_weights(model)
+    assert set(after) == {name for name in before if not is_mtp_weight(name)} < set(before)
     assert not has_mtp(read_config(tmp_path / "plain"))
+    assert "mtp" not in (tmp_path / "plain" / "config.json").read_text()
 
     # A checkpoint without the layer has nothing to leave out.
     copytree(tmp_path / "plain", store.begin(2) / "hf")
