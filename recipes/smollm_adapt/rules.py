@@ -50,8 +50,7 @@ def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) 
 
     "RULE, reach" is [n, 3]: the expectation of entry j is Pr(at least j drafts accepted).
     """
-    mask = depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1)
-    anchors = mask.nonzero().flatten()
+    anchors = _anchors(text)
     known = torch.full((len(head),), -1)
     known[table] = torch.arange(len(table))
 
@@ -98,23 +97,31 @@ def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) 
 
 @torch.inference_mode()
 def first_drafts(
-    layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor, temperature: float
-) -> dict[str, np.ndarray]:
-    """Compute entropy and acceptance of first drafts at the anchors of `contexts`, [n] each.
+    layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor, temperatures: Sequence[float]
+) -> dict[float, dict[str, np.ndarray]]:
+    """Compute entropy and acceptance of first drafts at the anchors of `contexts`, [n] each, by temperature.
 
     The contexts are those of temperature 1; at each of them, target and draft use another temperature.
     """
-    mask = depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1)
-    anchors = mask.nonzero().flatten()
+    anchors = _anchors(text)
     state = layer.unroll(text.hidden[None].float(), text.ids[None])[0][0, anchors]
-    q = (F.linear(state.bfloat16(), head[table]).float() / temperature).softmax(-1)
-    p = (F.linear(text.hidden[anchors + 1], head).float() / temperature).softmax(-1)
-    columns = {
-        "entropy": torch.special.entr(p).sum(-1),
-        "rejection": torch.minimum(p[:, table], q).sum(-1),
-        "target-only": p.gather(-1, table[q.argmax(-1)][:, None])[:, 0],
-    }
-    return {name: x.double().numpy() for name, x in columns.items()}
+    drafted = F.linear(state.bfloat16(), head[table]).float()
+    logits = F.linear(text.hidden[anchors + 1], head).float()
+
+    columns = {}
+    for temperature in temperatures:
+        p, q = (logits / temperature).softmax(-1), (drafted / temperature).softmax(-1)
+        columns[temperature] = {
+            "entropy": torch.special.entr(p).sum(-1).double().numpy(),
+            "rejection": torch.minimum(p[:, table], q).sum(-1).double().numpy(),
+            "target-only": p.gather(-1, table[q.argmax(-1)][:, None])[:, 0].double().numpy(),
+        }
+    return columns
+
+
+def _anchors(text: Text) -> torch.Tensor:
+    """Return the positions of a text that draft DEPTHS tokens, [n]."""
+    return depth_targets(text.ids[None], text.sampled[None], DEPTHS).mask.all(1).nonzero().flatten()
 
 
 def slopes(x: list[np.ndarray], y: list[np.ndarray], weights: np.ndarray) -> dict[str, np.ndarray]:
@@ -161,7 +168,7 @@ def intervene(prompts: list[dict[float, dict[str, np.ndarray]]]) -> dict[str, An
             x, y = (np.stack([one[t][name] for t in one]) for name in ("entropy", rule))  # [temperatures, n]
             x, y = x - x.mean(0), y - y.mean(0)
             products.append(((x * y).sum(), (x * x).sum()))
-        xy, xx = weights @ np.array(products).T[0], weights @ np.array(products).T[1]
+        xy, xx = (weights @ np.array(products)).T
         found[f"{rule}, slope"] = estimate(xy / xx)
     return found
 
@@ -276,9 +283,7 @@ def main() -> None:
         measured = [contexts(layer, text, head, table) for text in texts]
         used = [number for number, one in enumerate(measured) if len(one["entropy"]) > 2]
         results[name] = analyse([measured[number] for number in used])
-        heated = [
-            {t: first_drafts(layer, texts[number], head, table, t) for t in TEMPERATURES} for number in used
-        ]
+        heated = [first_drafts(layer, texts[number], head, table, TEMPERATURES) for number in used]
         results[name]["by temperature"] = intervene(heated)
         print(name, json.dumps({k: v for k, v in results[name].items() if k != "bins"}), flush=True)
 

@@ -180,7 +180,7 @@ def test_arms_are_compared_seed_by_seed():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_first_drafts_at_a_temperature_are_those_of_whole_distributions(temperature):
     case = Case()
-    found = rules.first_drafts(case.layer, case.text, case.head, TABLE, temperature)
+    found = rules.first_drafts(case.layer, case.text, case.head, TABLE, [temperature])[temperature]
     for row, t in enumerate(case.anchors()):
         p = (case.log_p[t + 1] / temperature).softmax(-1)
         q = (case.q(1, t).log() / temperature).softmax(-1)
