@@ -14,7 +14,13 @@ exact gradient of the accepted drafts; so is that of `exact_window`, on windows 
 Measured on held-out answers, in and out of domain, are the expected accepted drafts of a window of three
 under rejection and target-only, exact in expectation over the target's tokens, and the values of Bebop's Fig.
 10 and 11. Acceptance over the steps is measured on texts that the arm has not seen yet (Fig. 4). Finished
-cells are not repeated. The unit of every interval is the seed (Student's, 95%, over differences of arms at
+cells are not repeated.
+
+`exact_window` and `ppow` train on windows that the draft generates (`windows`), with rlpipe's defaults: four
+anchors of each answer, eight windows from each. Accepted drafts are also measured at other temperatures, on
+answers sampled at them; at 0 both rules accept the drafts that are the target's most likely token.
+
+The unit of every interval is the seed (Student's, 95%, over differences of arms at
 equal seeds). Writes objectives.json and the picture.
 """
 
@@ -35,34 +41,50 @@ from torch import Tensor
 
 from recipes import theory
 from recipes.runs import choose_rate, kept, rounded_over_seeds, seeds_to_decide
-from recipes.smollm_adapt.texts import Text, other_answers, read, shipped_answers
-from recipes.smollm_rl.make_layer import DEPTHS, Layer, choose_table, compute_states
+from recipes.smollm_adapt.texts import Text, answer_again, other_answers, read, shipped_answers
+from recipes.smollm_adapt.windows import TextWindows, WindowLayer
+from recipes.smollm_rl.make_layer import DEPTHS, choose_table, compute_states
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.paths import resolve_model
+from rlpipe.config.ppow import PpowConfig
 from rlpipe.convert.closed_form import Sample, fit_input_proj, start_layer
 from rlpipe.convert.gguf import quiet
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.stats import BY_DEPTH
+from rlpipe.drafts.objectives.windows import LOSSES
 from rlpipe.drafts.vocabulary import OUTSIDE
+from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.models.checkpoint import MTP_PREFIX
 
-ARMS = ("kl", "e2e_tv", "hard_ce", "tv", "e2e_chain", "reverse_kl", "lk")
+ARMS = ("kl", "e2e_tv", "hard_ce", "tv", "e2e_chain", "reverse_kl", "lk", "exact_window", "ppow")
 BASELINES = ("kl", "e2e_tv")
 START_SEED, SWEEP_SEED = 1001, 1000
 RESULT = ("in domain", "out of domain")
+OTHER_TEMPERATURES = (0.0, 0.7)
+AT = {f"{held_out}, T = {t:g}": t for held_out in RESULT for t in OTHER_TEMPERATURES}
 
 
 class Drafts:
-    """The layer, the part of the head that it multiplies, and losses of some texts."""
+    """The layer, the part of the head that it multiplies, and losses of some texts.
 
-    def __init__(self, model: Any, table: Tensor, weights: dict[str, Tensor]) -> None:
-        self.layer, self._table = Layer(model, weights), table
+    windows: settings of the objectives that train on generated windows, None for the others.
+    """
+
+    def __init__(
+        self, model: Any, table: Tensor, weights: dict[str, Tensor], windows: WindowTraining | None = None
+    ) -> None:
+        self.layer, self._model, self._table = WindowLayer(model, weights), model, table
+        self._windows = windows
         self._head = model.get_output_embeddings().weight.detach()
         self.weights = self.layer.weights
         self._known = torch.full((len(self._head),), len(table))
         self._known[table] = torch.arange(len(table))
 
-    def rows(self, texts: Sequence[Text]) -> dict[str, Tensor]:
-        """Compute logits [N, K, D + 1], mask and tokens [N, K] of the anchors that draft any token."""
+    def rows(self, texts: Sequence[Text], temperature: float = 1.0) -> dict[str, Tensor]:
+        """Compute logits [N, K, D + 1], mask and tokens [N, K] of the anchors that draft any token.
+
+        temperature: that of the texts, > 0; the logits are divided by it.
+        """
         found: dict[str, list[Tensor]] = {"draft": [], "target": [], "mask": [], "tokens": []}
         ids, sampled, hidden, normaliser = (
             torch.nn.utils.rnn.pad_sequence([getattr(t, name) for t in texts], batch_first=True)
@@ -72,32 +94,55 @@ class Drafts:
         anchors = mask.any(-1)
         rows = self._head[self._table]
         for depth, state in enumerate(self.layer.unroll(hidden.float(), ids), 1):
-            logits = F.linear(state[anchors].bfloat16(), rows).float()
+            logits = F.linear(state[anchors].bfloat16(), rows).float() / temperature
             rest = logits.logsumexp(-1, keepdim=True) + OUTSIDE  # differentiable, as in `spread`
             found["draft"].append(torch.cat((logits, rest), -1))
 
             with torch.no_grad():
                 at = hidden.roll(-depth, 1)[anchors], normaliser.roll(-depth, 1)[anchors]
-                log_p = F.linear(at[0], rows).float() - at[1][:, None]
+                log_p = F.linear(at[0], rows).float() / temperature - at[1][:, None]
                 other = torch.log1p(-log_p.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
                 found["target"].append(torch.cat((log_p, other), -1))
             found["tokens"].append(self._known[ids.roll(-depth - 1, 1)[anchors]])
         return {name: torch.stack(x, 1) for name, x in found.items() if x} | {"mask": mask[anchors]}
 
-    def loss(self, kind: str, texts: Sequence[Text]) -> tuple[Tensor, MtpStats]:
-        """Compute the loss of an objective, and statistics."""
-        rows = self.rows(texts)
-        return mtp_loss(kind, rows["draft"], rows["target"], mask=rows["mask"], tokens=rows["tokens"])
+    def loss(self, kind: str, texts: Sequence[Text], step: int = 0) -> tuple[Tensor, MtpStats]:
+        """Compute the loss of an objective, and statistics of the texts. step: updates so far."""
+        with torch.set_grad_enabled(self._windows is None):
+            rows = self.rows(texts)
+            supervised = "e2e_tv" if self._windows else kind
+            inputs = {"mask": rows["mask"], "tokens": rows["tokens"]}
+            loss, stats = mtp_loss(supervised, rows["draft"], rows["target"], **inputs)
+        if self._windows is None:
+            return loss, stats
+
+        sampled = self._windows.loss(TextWindows(self._model, self.layer, self._table, texts), step)
+        assert sampled is not None, "answers are longer than a window"
+        total, totals = sampled
+        return total / totals.weight, stats
 
     @torch.no_grad()
-    def measure(self, texts: Sequence[Text]) -> dict[str, float]:
+    def measure_greedy(self, texts: Sequence[Text]) -> dict[str, float]:
+        """Compute accepted drafts of a window at temperature 0, on texts sampled at it."""
+        windows = []
+        for start in range(0, len(texts), 4):
+            rows = self.rows(texts[start : start + 4])
+            whole = rows["mask"].all(-1)
+            right = rows["draft"][whole].argmax(-1) == rows["tokens"][whole]
+            windows.append(right.float().cumprod(-1).sum(-1))
+        accepted = torch.cat(windows).mean().item()
+        return {"rejection": accepted, "target_only": accepted}
+
+    @torch.no_grad()
+    def measure(self, texts: Sequence[Text], temperature: float = 1.0) -> dict[str, float]:
         """Compute accepted drafts of a window, acceptance by depth, and other means over first drafts.
 
         "depth K" is the share of the drafts of depth K, among those that rejection reaches, that it accepts.
+        temperature: that of the texts, > 0.
         """
         sums, windows = [], []
         for start in range(0, len(texts), 4):
-            rows = self.rows(texts[start : start + 4])
+            rows = self.rows(texts[start : start + 4], temperature)
             mask = rows["mask"]
             _, stats = mtp_loss("e2e_tv", rows["draft"], rows["target"], mask=mask, tokens=rows["tokens"])
             sums.append(stats)
@@ -139,7 +184,7 @@ def train(drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: flo
     for step, texts in enumerate(steps, 1):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 3)
         optimizer.zero_grad()
-        loss, stats = drafts.loss(kind, texts)
+        loss, stats = drafts.loss(kind, texts, step - 1)
         loss.backward()
         curve.append([round(x, 4) for x in (stats.alpha / stats.count).tolist()])
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -181,10 +226,18 @@ class Study:
             "in domain": held_out[count : 2 * count],
             "out of domain": other_answers(self._path, count),
         }
+        for temperature in OTHER_TEMPERATURES:
+            sampling = {"seed": 7, "temperature": temperature}
+            inside, outside = (f"{held_out}, T = {temperature:g}" for held_out in RESULT)
+            parts[inside] = answer_again(self._path, parts["in domain"], **sampling)
+            parts[outside] = other_answers(self._path, count, **sampling)
         return (
             choose_table(training, args.table, self._model.config.vocab_size),
             [astuple(sample) for sample in chosen[: args.fitted]],
-            {name: [astuple(text) for text in read(self._model, part)] for name, part in parts.items()},
+            {
+                name: [astuple(text) for text in read(self._model, part, AT.get(name, 1.0))]
+                for name, part in parts.items()
+            },
         )
 
     def _make_start(self, fitted: Sequence[Sample]) -> dict[str, Tensor]:
@@ -199,25 +252,37 @@ class Study:
 
     def start(self) -> dict[str, Any]:
         """Measure the start on the sets of the result, unless this is done already."""
-        return kept(
-            self.args.kept / "start.json",
-            lambda: {name: self._drafts().measure(self._texts[name]) for name in RESULT},
-        )
+        return kept(self.args.kept / "start.json", lambda: self._measure(self._drafts(), (*RESULT, *AT)))
 
-    def _drafts(self) -> Drafts:
-        return Drafts(self._model, self._table, self._start)
+    def _drafts(self, windows: WindowTraining | None = None) -> Drafts:
+        return Drafts(self._model, self._table, self._start, windows)
+
+    def _measure(self, drafts: Drafts, sets: Iterable[str]) -> dict[str, dict[str, float]]:
+        """Measure a draft on sets, each at its temperature."""
+        measured = {}
+        for name in sets:
+            temperature = AT.get(name, 1.0)
+            texts = self._texts[name]
+            measured[name] = (
+                drafts.measure(texts, temperature) if temperature else drafts.measure_greedy(texts)
+            )
+        return measured
 
     def cell(self, arm: str, lr: float, seed: int) -> dict[str, Any]:
         """Train and measure an arm, unless this is done already; in the sweep, on the sweep's texts only."""
 
         def compute() -> dict[str, Any]:
-            drafts, args, started = self._drafts(), self.args, time.process_time()
+            args, started, windows = self.args, time.process_time(), None
+            if arm in LOSSES:
+                settings = {"depths": DEPTHS, "steps": args.steps, "seed": seed}
+                windows = WindowTraining(PpowConfig(), DraftObjective(arm), **settings)
+            drafts = self._drafts(windows)
             steps = batches(self._texts["training"], seed=seed, steps=args.steps, batch=args.batch)
             found: dict[str, Any] = {"arm": arm, "lr": lr, "seed": seed}
             found["curve"] = train(drafts, arm, steps, lr=lr)
             found["seconds"] = round(time.process_time() - started, 1)
-            sets = ["sweep"] if seed == SWEEP_SEED else RESULT
-            found |= {name: drafts.measure(self._texts[name]) for name in sets}
+            sets = ["sweep"] if seed == SWEEP_SEED else [*RESULT, *AT]
+            found |= self._measure(drafts, sets)
             print(f"{arm} lr {lr:g} seed {seed}: {found[sets[0]]['rejection']:.3f}", flush=True)
             return found
 
@@ -229,7 +294,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
     table: dict[str, Any] = {}
     for arm, found in cells.items():
         row: dict[str, Any] = {"seconds": round(sum(c["seconds"] for c in found) / len(found), 1)}
-        for held_out in RESULT:
+        for held_out in (*RESULT, *AT):
             for rule in ("rejection", "target_only"):
                 values = [c[held_out][rule] for c in found]
                 one = {
@@ -243,6 +308,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: dict[str, Any]) -> di
                         one[f"minus {other}"] = rounded_over_seeds(gaps)
                         one[f"seeds to decide, minus {other}"] = seeds_to_decide(gaps)
                 row[f"{held_out}, {rule}"] = one
+        for held_out in RESULT:
             for name in ("alpha", "kl", "reverse_kl", "target_above", "draft_above"):
                 values = [c[held_out][name] for c in found]
                 row[f"{held_out}, {name}"] = rounded_over_seeds(values)

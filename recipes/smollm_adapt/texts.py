@@ -29,10 +29,10 @@ LONGEST = 192  # tokens of a sequence; longer ones are cut off
 
 @dataclass(slots=True)
 class Text:
-    """A sequence of T tokens at temperature 1.
+    """A sequence of T tokens, sampled at a temperature, 1 unless a study says otherwise.
 
     ids, sampled: [T]. hidden: [T, H] bfloat16, the input of the head. normaliser, entropy, top: of the
-    target's logits at each position, [T]: log-sum-exp, nats, most likely token.
+    target's logits, divided by the temperature, at each position, [T]: log-sum-exp, nats, most likely token.
     """
 
     ids: Tensor
@@ -49,18 +49,32 @@ def shipped_answers(vocabulary: int) -> tuple[list[Sample], list[Sample]]:
     return [s for i, s in enumerate(samples) if i % HELD_OUT_EVERY], samples[::HELD_OUT_EVERY]
 
 
-def other_answers(model: Path, count: int, seed: int = 7) -> list[Sample]:
+def other_answers(model: Path, count: int, *, seed: int = 7, temperature: float = 1.0) -> list[Sample]:
     """Sample answers to held-out prompts of other kinds, about `count` in all, of each kind in turn."""
     rng = random.Random(seed)
     kinds = [UNSCORED[OUT_OF_DOMAIN[i % len(OUT_OF_DOMAIN)]] for i in range(count)]
     prompts = [str(kind.draw(rng, True)["prompt"]) for kind in kinds]
-    samples = sample_model(model, tokens=60 * count, seed=seed, prompts=prompts)
+    samples = sample_model(model, tokens=60 * count, seed=seed, prompts=prompts, temperature=temperature)
     return [s for s in samples if s.sampled.sum() > 8][:count]
 
 
+def answer_again(model: Path, samples: Sequence[Sample], *, seed: int, temperature: float) -> list[Sample]:
+    """Sample answers at a temperature to the prompts of other answers, whose chat has one message."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = [tokenizer.decode(s.ids[: int(s.sampled.int().argmax())]) for s in samples]
+    prompts = [chat.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0] for chat in chats]
+    again = sample_model(model, tokens=64 * len(prompts), seed=seed, prompts=prompts, temperature=temperature)
+    return [s for s in again if s.sampled.sum() > 8]
+
+
 @torch.inference_mode()
-def read(model: Any, samples: Sequence[Sample]) -> list[Text]:
-    """Run the backbone over sequences, a few of similar length at a time."""
+def read(model: Any, samples: Sequence[Sample], temperature: float = 1.0) -> list[Text]:
+    """Run the backbone over sequences, a few of similar length at a time.
+
+    temperature: of the target's distributions; 0 gives those at 1, as `top` does not depend on it.
+    """
     head, found = model.get_output_embeddings().weight, {}
     order = sorted(range(len(samples)), key=lambda index: len(samples[index].ids))
     for start in range(0, len(order), 16):
@@ -70,7 +84,7 @@ def read(model: Any, samples: Sequence[Sample]) -> list[Text]:
         states = model.base_model(padded, use_cache=False).last_hidden_state
         for row, index in enumerate(rows):
             hidden = states[row, : len(ids[row])].clone()
-            logits = F.linear(hidden, head).float()
+            logits = F.linear(hidden, head).float() / (temperature or 1.0)
             log_p = logits.log_softmax(-1)
             found[index] = Text(
                 ids[row],

@@ -181,20 +181,25 @@ class Layer:
             output = output + torch.einsum("bngs,bsnd->bsngd", weights[..., length + index], value)
         return self._product(output.reshape(batch, length, -1), "self_attn.o_proj").float()
 
+    def _join(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """Return the layer's input: states [..., H] joined with the embeddings of the tokens that follow."""
+        embedded = self._norm(self._embedding[tokens], "token_layernorm")
+        joined = torch.cat((self._norm(state, "hidden_layernorm"), embedded), -1)
+        return self._product(joined, "input_proj").float()
+
+    def _finish(self, x: Tensor) -> Tensor:
+        """Return the layer's states [..., H] after attention: MLP and last norm."""
+        y = self._norm(x, "post_attention_layernorm")
+        gated = F.silu(self._product(y, "mlp.gate_proj")) * self._product(y, "mlp.up_proj")
+        return self._norm(x + self._product(gated, "mlp.down_proj").float(), "final_layernorm")
+
     def unroll(self, hidden: Tensor, ids: Tensor) -> list[Tensor]:
         """Return the states of each depth, [B, S, H]; those of anchors near a row's end are meaningless."""
         state, keys, values, states = hidden, [], [], []
         for depth in range(1, DEPTHS + 1):
-            embedded = self._norm(self._embedding[ids.roll(-depth, 1)], "token_layernorm")
-            joined = torch.cat((self._norm(state, "hidden_layernorm"), embedded), -1)
-            x = self._product(joined, "input_proj").float()
-
+            x = self._join(state, ids.roll(-depth, 1))
             x = x + self._attend(self._norm(x, "input_layernorm"), depth, keys, values)
-            y = self._norm(x, "post_attention_layernorm")
-            gated = F.silu(self._product(y, "mlp.gate_proj")) * self._product(y, "mlp.up_proj")
-            x = x + self._product(gated, "mlp.down_proj").float()
-
-            state = self._norm(x, "final_layernorm")
+            state = self._finish(x)
             states.append(state)
         return states
 

@@ -68,14 +68,17 @@ def _sample(line: object, where: str, vocabulary: int) -> Sample:
     return Sample(ids=torch.tensor(ids), sampled=sampled)
 
 
-def sample_model(model: Path, *, tokens: int, seed: int, prompts: Sequence[str] | None) -> list[Sample]:
-    """Sample conversations of one turn from a model, at temperature 1.
+def sample_model(
+    model: Path, *, tokens: int, seed: int, prompts: Sequence[str] | None, temperature: float = 1.0
+) -> list[Sample]:
+    """Sample conversations of one turn from a model.
 
     Args:
         model: checkpoint directory.
         tokens: about how many tokens the answers have together.
         seed: of sampling.
         prompts: messages of a user, taken in turn; None: the model writes them.
+        temperature: of all tokens; 0 takes the most likely one.
 
     Raises:
         ValueError: the model has no chat template, or the engine cannot run it.
@@ -90,13 +93,13 @@ def sample_model(model: Path, *, tokens: int, seed: int, prompts: Sequence[str] 
     try:
         if prompts is None:
             prefix = _user_prefix(chat)
-            questions = _generate(engine, chat, [prefix] * count, seed)
+            questions = _generate(engine, chat, [prefix] * count, seed=seed, temperature=temperature)
             # A turn cut by the limit is a question too; an empty one is replaced by a greeting.
             prompts = [chat.decode(ids).strip() or "Hello" for ids in questions]
 
         texts = [prompts[i % len(prompts)] for i in range(count)]
         starts = [chat.initial([{"role": "user", "content": text}])[-(reach - _TURN) :] for text in texts]
-        answers = _generate(engine, chat, starts, seed + count)
+        answers = _generate(engine, chat, starts, seed=seed + count, temperature=temperature)
     finally:
         engine.close()
 
@@ -116,7 +119,7 @@ def _user_prefix(chat: ChatFormat) -> list[int]:
 
 
 def _generate(
-    engine: EmbeddedEngine, chat: ChatFormat, prompts: Sequence[list[int]], seed: int
+    engine: EmbeddedEngine, chat: ChatFormat, prompts: Sequence[list[int]], *, seed: int, temperature: float
 ) -> list[list[int]]:
     """Sample one turn after each prompt; prompt n with seed + n."""
     stops = tuple(token for token in chat.stop_token_ids if isinstance(token, int))
@@ -125,7 +128,7 @@ def _generate(
             request_id=f"graft-{seed + number}",
             prompt_ids=np.array(prompt),
             sampling=SamplingParams(
-                temperature=1.0,
+                temperature=temperature,
                 max_new_tokens=_TURN,
                 stop_token_ids=stops,
                 seed=seed + number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,6 +101,7 @@ def test_slopes_of_a_draw_are_those_of_the_prompts_that_it_takes():
 def drafts(case: Case) -> objectives.Drafts:
     found = object.__new__(objectives.Drafts)
     found.layer, found._head, found._table = case.layer, case.head, TABLE
+    found._windows = None
     found._known = torch.full((VOCAB,), len(TABLE))
     found._known[TABLE] = torch.arange(len(TABLE))
     return found
@@ -152,6 +154,28 @@ def test_measured_windows_are_those_of_the_rules():
     assert by_depth.sum() == pytest.approx(measured["rejection"])
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_windows_at_a_temperature_are_measured_by_its_distributions(temperature):
+    case = Case()
+    logits = case.text.hidden.float() @ case.head.float().T
+    text = replace(case.text, normaliser=(logits / temperature).logsumexp(-1))
+    found = rules.first_drafts(case.layer, case.text, case.head, TABLE, [temperature])[temperature]
+    measured = drafts(case).measure([text], temperature)
+    assert measured["depth 1"] == pytest.approx(found["rejection"].mean(), abs=0.02)
+
+
+def test_a_greedy_window_accepts_up_to_the_first_draft_that_is_not_the_texts_token():
+    case = Case()
+    case.text.ids[5:8] = torch.tensor([int(case.q(k, 3).argmax()) for k in (1, 2, 3)])  # one whole window
+    measured = drafts(case).measure_greedy([case.text])
+    wanted = []
+    for t in case.anchors():
+        right = [int(case.q(k, t).argmax()) == int(case.text.ids[t + k + 1]) for k in (1, 2, 3)]
+        wanted.append(np.cumprod(right).sum())
+    assert measured["rejection"] == pytest.approx(np.mean(wanted)) and max(wanted) == 3
+    assert measured == {"rejection": measured["rejection"], "target_only": measured["rejection"]}
+
+
 def test_arms_are_compared_seed_by_seed():
     def cell(value: float) -> dict:
         names = (
@@ -164,11 +188,11 @@ def test_arms_are_compared_seed_by_seed():
             "target_entropy",
         )
         one = {"rejection": value, "target_only": 1.0} | dict.fromkeys(names, value)
-        return {"seconds": 1.0, "curve": [[0.1] * 3, [0.2] * 3, [value] * 3]} | dict.fromkeys(
-            ("in domain", "out of domain"), one
-        )
+        sets = (*objectives.RESULT, *objectives.AT)
+        return {"seconds": 1.0, "curve": [[0.1] * 3, [0.2] * 3, [value] * 3]} | dict.fromkeys(sets, one)
 
-    start = {name: {"rejection": 1.0, "target_only": 1.0} for name in ("in domain", "out of domain")}
+    sets = (*objectives.RESULT, *objectives.AT)
+    start = {name: {"rejection": 1.0, "target_only": 1.0} for name in sets}
     cells = {"kl": [cell(1.0), cell(2.0), cell(3.0)], "tv": [cell(1.1), cell(2.1), cell(3.1)]}
     table = objectives.summary(cells, start)
     row = table["tv"]["in domain, rejection"]
