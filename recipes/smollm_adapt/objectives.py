@@ -52,6 +52,7 @@ from rlpipe.convert.gguf import quiet
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.stats import BY_DEPTH
 from rlpipe.drafts.objectives.windows import LOSSES
+from rlpipe.drafts.visit import accept_probabilities, visit_probabilities
 from rlpipe.drafts.vocabulary import OUTSIDE
 from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.models.checkpoint import MTP_PREFIX
@@ -104,14 +105,22 @@ class Drafts:
                 other = torch.log1p(-log_p.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
                 found["target"].append(torch.cat((log_p, other), -1))
             found["tokens"].append(self._known[ids.roll(-depth - 1, 1)[anchors]])
-        return {name: torch.stack(x, 1) for name, x in found.items() if x} | {"mask": mask[anchors]}
+        columns = {name: torch.stack(x, 1) for name, x in found.items() if x}
+        return columns | {"mask": mask[anchors], "anchors": anchors}
 
-    def loss(self, kind: str, texts: Sequence[Text], step: int = 0) -> tuple[Tensor, MtpStats]:
-        """Compute the loss of an objective, and statistics of the texts. step: updates so far."""
+    def loss(
+        self, kind: str, texts: Sequence[Text], step: int = 0, *, by_visit: bool = False
+    ) -> tuple[Tensor, MtpStats]:
+        """Compute the loss of an objective, and statistics of the texts.
+
+        step: updates so far. by_visit: weight each anchor by the probability that a verify step starts there.
+        """
         with torch.set_grad_enabled(self._windows is None):
             rows = self.rows(texts)
             supervised = "e2e_tv" if self._windows else kind
-            inputs = {"mask": rows["mask"], "tokens": rows["tokens"]}
+            inputs: dict[str, Any] = {"mask": rows["mask"], "tokens": rows["tokens"]}
+            if by_visit:
+                inputs["anchors"] = visits(rows)
             loss, stats = mtp_loss(supervised, rows["draft"], rows["target"], **inputs)
         if self._windows is None:
             return loss, stats
@@ -165,6 +174,17 @@ class Drafts:
         return {"rejection": rejection, "target_only": target_only, **by_depth, **means}
 
 
+@torch.no_grad()
+def visits(rows: dict[str, Tensor]) -> Tensor:
+    """Compute the probability [N] that a verify step starts at each anchor of `Drafts.rows`."""
+    anchors, tokens = rows["anchors"], rows["tokens"][..., None]
+    log_q, log_p = (rows[name].log_softmax(-1).gather(-1, tokens)[..., 0] for name in ("draft", "target"))
+    accept, mask = torch.zeros(2, *anchors.shape, tokens.shape[1])
+    accept[anchors], mask[anchors] = accept_probabilities(log_q, log_p), rows["mask"].float()
+    starts = anchors & (anchors.cumsum(1) == 1)  # the one answer of a text
+    return visit_probabilities(accept, mask.bool(), starts)[anchors].float()
+
+
 def batches(texts: Sequence[Text], *, seed: int, steps: int, batch: int) -> Iterator[list[Text]]:
     """Yield the texts of each step: permutations of all, one after another."""
     rng = np.random.default_rng(seed)
@@ -173,8 +193,10 @@ def batches(texts: Sequence[Text], *, seed: int, steps: int, batch: int) -> Iter
         yield [texts[i] for i in order[step * batch : (step + 1) * batch]]
 
 
-def train(drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: float) -> list[list[float]]:
-    """Train by AdamW after three steps of warm-up, on the texts of each step.
+def train(
+    drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: float, by_visit: bool = False
+) -> list[list[float]]:
+    """Train by AdamW after three steps of warm-up, on the texts of each step. by_visit: see `Drafts.loss`.
 
     Returns the acceptance [steps, K] of each step's texts, measured before the update on them. Until texts
     repeat, these are texts that the draft has not seen.
@@ -184,7 +206,7 @@ def train(drafts: Drafts, kind: str, steps: Iterable[Sequence[Text]], *, lr: flo
     for step, texts in enumerate(steps, 1):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 3)
         optimizer.zero_grad()
-        loss, stats = drafts.loss(kind, texts, step - 1)
+        loss, stats = drafts.loss(kind, texts, step - 1, by_visit=by_visit)
         loss.backward()
         curve.append([round(x, 4) for x in (stats.alpha / stats.count).tolist()])
         torch.nn.utils.clip_grad_norm_(weights, 1.0)

@@ -3,7 +3,7 @@
 A run of `recipes.smollm_rl.seeds` keeps only its last checkpoint. The policies between are therefore points
 on the straight line from the weights before RL to those after it: part 0 is the released model, part 1 the
 end of the run. The studies' inputs from a policy are computed once and stored in a file: its head, its
-answers to training prompts (a group for each prompt), and its answers to held-out prompts.
+answers to training prompts (a group for each prompt), to held-out prompts, and to prompts of other kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recipes.smollm_adapt.texts import Text, read
+from recipes.smollm_adapt.objectives import Drafts
+from recipes.smollm_adapt.texts import Text, other_answers, read
 from recipes.smollm_rl.make_layer import DEPTHS
 from recipes.smollm_rl.tasks import TASKS, Data, Task
 from rlpipe.config.draft_vocab import read_draft_vocab
@@ -34,6 +35,7 @@ from rlpipe.rollout.chat import ChatFormat
 
 PROMPTS, GROUP = 2, 4  # training prompts of each task, and answers to each prompt
 HELD_OUT = 5  # prompts of each task, once for the results and once for the choice of rates
+OTHERS = 20  # prompts of kinds that RL does not train on
 TURN = 64  # maximum tokens of an answer, as in `sample_model`
 Prompt = tuple[Task, str, Data]
 
@@ -43,7 +45,8 @@ class Policy:
     """The parts of a policy that drafts need.
 
     head: [V, H] bfloat16, also the embedding. training, held_out, sweep: answers. rewards, prompts: the score
-    of each training answer and the number of its prompt.
+    of each training answer and the number of its prompt. others: answers to prompts of kinds that RL does not
+    train on.
     """
 
     head: Tensor
@@ -52,6 +55,13 @@ class Policy:
     prompts: list[int]
     held_out: list[Text]
     sweep: list[Text]
+    others: list[Text]
+
+
+def measure(drafts: Drafts, policy: Policy) -> dict[str, float]:
+    """Measure a draft on held-out answers of a policy; "out of domain" is rejection on the other prompts."""
+    others = drafts.measure(policy.others)
+    return drafts.measure(policy.held_out) | {"out of domain": others["rejection"]}
 
 
 def write_between(before: Path, after: Path, part: float, out: Path) -> None:
@@ -112,6 +122,7 @@ def make_policy(path: Path, number: int) -> Policy:
     for one in answers:
         parts[np.searchsorted(ends, one["number"], side="right")].append(one)
     texts = [read(model, [one["sample"] for one in part]) for part in parts]
+    others = other_answers(path, OTHERS)
     return Policy(
         head=model.get_output_embeddings().weight.detach().clone(),
         training=texts[0],
@@ -119,6 +130,7 @@ def make_policy(path: Path, number: int) -> Policy:
         prompts=[one["number"] % (len(training) // GROUP) for one in parts[0]],
         held_out=texts[1],
         sweep=texts[2],
+        others=read(model, others),
     )
 
 
@@ -151,7 +163,7 @@ class Policies:
             print(f"{name}: {len(policy.training)} answers, reward {sum(policy.rewards):.0f}", flush=True)
         head, training, rewards, prompts, *held_out = torch.load(file)
         sets = [[Text(*one) for one in some] for some in (training, *held_out)]
-        return Policy(head, sets[0], rewards, prompts, sets[1], sets[2])
+        return Policy(head, sets[0], rewards, prompts, *sets[1:])
 
     def checkpoint(self, run: int, part: float, out: Path) -> Path:
         """Write the checkpoint of a policy into a folder and return it; that of part 0 exists already."""

@@ -10,6 +10,7 @@ answers differs:
     all            answers of the target itself
     rewarded       those of them with a reward
     undecided      those of them whose prompt has answers with different rewards
+    visit          all, each anchor weighted by the probability that a verify step starts there
     20, 40         answers of the policies that many updates before (half of the way back, and all of it;
                    `policies`), with the target's distribution as teacher
 
@@ -31,7 +32,7 @@ import torch
 
 from recipes.runs import kept, rounded_over_seeds, seeds_to_decide
 from recipes.smollm_adapt.objectives import Drafts, batches, draw_gains, train
-from recipes.smollm_adapt.policies import Policies, Policy
+from recipes.smollm_adapt.policies import Policies, Policy, measure
 from recipes.smollm_adapt.texts import Text
 
 ARMS: dict[str, tuple[str, str]] = {  # objective and pool
@@ -39,6 +40,7 @@ ARMS: dict[str, tuple[str, str]] = {  # objective and pool
     "e2e TV, all": ("e2e_tv", "all"),
     "e2e TV, rewarded": ("e2e_tv", "rewarded"),
     "e2e TV, undecided": ("e2e_tv", "undecided"),
+    "e2e TV, by visit": ("e2e_tv", "visit"),
     "e2e TV, 20 updates old": ("e2e_tv", "20"),
     "e2e TV, 40 updates old": ("e2e_tv", "40"),
     "hard CE, all": ("hard_ce", "all"),
@@ -49,12 +51,13 @@ ONLINE = {"e2e_tv": "online e2e TV", "hard_ce": "online hard CE"}  # arms of `re
 
 
 def choose(policy: Policy, pool: str) -> list[Text]:
-    """Return the answers of a policy that a pool consists of: all, rewarded or undecided."""
+    """Return the answers of a policy that a pool consists of: all (also by visit), rewarded or undecided."""
     by_prompt: dict[int, set[float]] = {}
     for prompt, reward in zip(policy.prompts, policy.rewards, strict=True):
         by_prompt.setdefault(prompt, set()).add(reward)
     taken = {
         "all": [True] * len(policy.training),
+        "visit": [True] * len(policy.training),
         "rewarded": [reward > 0 for reward in policy.rewards],
         "undecided": [len(by_prompt[prompt]) > 1 for prompt in policy.prompts],
     }[pool]
@@ -70,7 +73,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], online: dict[str, list[float
     for arm, runs in cells.items():
         objective, _ = ARMS[arm]
         table[arm] = {"answers": [run["answers"] for run in runs]}
-        for rule in ("rejection", "target_only"):
+        for rule in ("rejection", "target_only", "out of domain"):
             values = [run[rule] for run in runs]
             others = {name: [run[rule] for run in cells[name]] for name in ("frozen", "e2e TV, all")}
             if rule == "rejection" and objective in online:
@@ -122,8 +125,8 @@ def main() -> None:
         if objective:
             texts = policies.reread(run, AGES[pool]) if pool in AGES else choose(target, pool)
             steps = batches(texts, seed=run, steps=args.steps, batch=args.batch)
-            train(drafts, objective, steps, lr=rates[objective])
-        return {"answers": len(texts)} | drafts.measure(target.held_out)
+            train(drafts, objective, steps, lr=rates[objective], by_visit=pool == "visit")
+        return {"answers": len(texts)} | measure(drafts, target)
 
     cells: dict[str, list[dict[str, Any]]] = {}
     for arm in ARMS:

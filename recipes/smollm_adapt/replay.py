@@ -11,7 +11,8 @@ policy's own answers in turn, with one optimizer, while head and embedding follo
 held-out answers.
 
 Measured at every policy, on its own answers to held-out prompts: accepted drafts of a window of three under
-rejection and target-only, exact in expectation over the target's tokens, and the values of Bebop's Fig. 11.
+rejection and target-only, exact in expectation over the target's tokens, and the values of Bebop's Fig. 11;
+under rejection also on its answers to prompts of kinds that RL does not train on ("out of domain").
 The split attributes a part of the frozen draft's change to the fall of entropy: the slope over contexts
 within texts before RL, times the change of entropy. The remainder is mismatch (Bebop Eq. 16).
 
@@ -35,7 +36,7 @@ import torch
 from recipes.runs import choose_rate, kept, rounded_over_seeds, seeds_to_decide
 from recipes.smollm_adapt import rules
 from recipes.smollm_adapt.objectives import Drafts, batches, train
-from recipes.smollm_adapt.policies import Policies, Policy
+from recipes.smollm_adapt.policies import Policies, Policy, measure
 from recipes.smollm_adapt.texts import Text
 
 PARTS = (0.0, 0.5, 1.0)
@@ -67,7 +68,7 @@ def walk(
             if number and kind is not None:
                 order = {"seed": seed + 10 * number, "steps": args.steps, "batch": args.batch}
                 yield from batches(policy.training, **order)
-            points.append(drafts.measure(policy.sweep if seed == SWEEP_SEED else policy.held_out))
+            points.append(drafts.measure(policy.sweep) if seed == SWEEP_SEED else measure(drafts, policy))
 
     if kind is None:
         list(steps())

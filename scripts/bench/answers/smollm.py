@@ -76,12 +76,23 @@ def objectives(r: Any) -> str:
         for arm, row in by_result
         if arm != "kl"
     ]
+    temperatures = ("T = 0", "T = 0.7")
+    sets = [f"{held_out}, {t}" for held_out in ("in domain", "out of domain") for t in temperatures]
+    heated = [
+        [arm, *(difference(row[f"{name}, rejection"], "kl", "seeds") for name in sets)]
+        for arm, row in by_result
+        if arm != "kl"
+    ]
+    heated.append(
+        ["accepted by kl", *(f"{r['table']['kl'][f'{n}, rejection']['mean'][0]:.3f}" for n in sets)]
+    )
     depths_head = ["points minus kl", "first draft, held out", "out of domain"]
     depths_head += [f"depth {depth}, new texts" for depth in (1, 2, 3)]
     start, settings, correlation = r["start"], r["settings"], r["correlations"]["in domain"]
     return (
         f"{table([*head, 'target-only, minus kl'], rows)}\n\n"
-        f"{table([*depths_head, 'entropy of draft minus target'], depths)}\n\nThe start accepts "
+        f"{table([*depths_head, 'entropy of draft minus target'], depths)}\n\n"
+        f"{table(['accepted of 3, minus kl', *sets], heated)}\n\nThe start accepts "
         f"{start['in domain']['rejection']:.3f} in domain and {start['out of domain']['rejection']:.3f} out "
         f"of it; the draft of kl has {r['table']['kl']['in domain, entropy gap'][0]:.2f} nats more than the "
         f"target. {len(settings['seeds'])} seeds, {settings['steps']} steps of {settings['batch']} answers, "
@@ -114,12 +125,13 @@ def replay(r: Any) -> str:
             half = rejection["minus frozen, half way"]
             others = [alpha["minus frozen"], alpha.get("minus online e2e TV")]
             points = ["–" if gap is None else _points(gap) for gap in others]
-            first.append(
-                [arm, with_interval(half), *points, with_interval(row["draft_entropy"]["minus frozen"])]
-            )
+            entropy_gap = with_interval(row["draft_entropy"]["minus frozen"])
+            outside = difference(row["out of domain"], "frozen", "runs")
+            first.append([arm, with_interval(half), *points, outside, entropy_gap])
     head = ["draft", "rate", "rejection, of 3", "minus frozen", "minus online e2e TV", "target-only, of 3"]
     first_head = ["draft", "of 3, half way, minus frozen", "first draft, points minus frozen"]
-    first_head += ["first draft, points minus online e2e TV", "entropy of the draft, minus frozen"]
+    first_head += ["first draft, points minus online e2e TV", "out of domain, of 3, minus frozen"]
+    first_head += ["entropy of the draft, minus frozen"]
     entropy = [f"{point[0]:.2f}" for point in r["table"]["frozen"]["target_entropy"]["by policy"]]
     split = [
         [
@@ -156,12 +168,14 @@ def pools(r: Any) -> str:
                 difference(rejection, "frozen", "runs"),
                 difference(rejection, "e2e TV, all", "runs"),
                 difference(rejection, "online", "runs"),
+                difference(row["out of domain"], "frozen", "runs"),
             ]
         )
     head = ["trained on", "answers", "accepted of 3", "minus frozen", "minus e2e TV, all"]
+    outside = "out of domain, minus frozen"
     settings = r["settings"]
     return (
-        f"{table([*head, 'minus trained along the way'], rows)}\n\n{settings['steps']} steps of "
+        f"{table([*head, 'minus trained along the way', outside], rows)}\n\n{settings['steps']} steps of "
         f"{settings['batch']} answers; rejection."
     )
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recipes.smollm_adapt import pools, replay
+from recipes.smollm_adapt.objectives import Drafts, visits
 from recipes.smollm_adapt.policies import Policies, Policy, write_between
 from recipes.smollm_adapt.texts import Text
+from rlpipe.drafts.loss import mtp_loss
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
@@ -50,7 +53,7 @@ def policy(generator: torch.Generator, head: torch.Tensor, count: int = 4) -> Po
             )
         )
     rewards, prompts = [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]
-    return Policy(head, texts, rewards, prompts, held_out=texts, sweep=texts)
+    return Policy(head, texts, rewards, prompts, held_out=texts, sweep=texts, others=texts[:2])
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def test_a_draft_follows_the_head_of_the_policy_that_is_entered(policies):
     generator = torch.Generator().manual_seed(2)
     head = normal(generator, VOCAB, HIDDEN).bfloat16()
     one = policy(generator, head)
-    other = Policy(head / 4, one.training, one.rewards, one.prompts, one.held_out, one.sweep)
+    other = replace(one, head=head / 4)
     points = replay.walk(policies, [one, other, one], None, lr=0.0, seed=0, args=None)
     assert points[0] == points[2] and points[1]["draft_entropy"] > points[0]["draft_entropy"] + 0.1
 
@@ -116,15 +119,40 @@ def test_arms_are_compared_run_by_run():
 
 def test_a_pool_has_the_answers_that_its_name_says():
     one = policy(torch.Generator().manual_seed(4), torch.ones(VOCAB, HIDDEN).bfloat16())
-    wanted = {"all": [0, 1, 2, 3], "rewarded": [1, 2, 3], "undecided": [0, 1]}
+    wanted = {"all": [0, 1, 2, 3], "visit": [0, 1, 2, 3], "rewarded": [1, 2, 3], "undecided": [0, 1]}
     for pool, numbers in wanted.items():
         taken = pools.choose(one, pool)
         assert [id(text) for text in taken] == [id(one.training[number]) for number in numbers]
 
 
+def test_anchors_by_visit_weigh_as_the_loss_with_whole_texts(policies):
+    """Against `mtp_loss` itself, which computes the visits of full rows."""
+    one = policy(torch.Generator().manual_seed(5), torch.ones(VOCAB, HIDDEN).bfloat16())
+    drafts = Drafts(policies.model, policies.table, policies.start)
+    rows = drafts.rows(one.training)
+    weights, anchors = visits(rows), rows["anchors"]
+    assert 0 <= weights.min() < 0.9 and weights.max() == 1
+
+    def spread(name: str) -> torch.Tensor:
+        wide = torch.zeros(*anchors.shape, *rows[name].shape[1:], dtype=rows[name].dtype)
+        wide[anchors] = rows[name]
+        return wide.flatten(0, 1)
+
+    starts = anchors & (anchors.cumsum(1) == 1)
+    inputs = {"mask": spread("mask"), "tokens": spread("tokens")}
+    wanted, _ = mtp_loss(
+        "e2e_tv", spread("draft"), spread("target"), anchors="visit", turn_starts=starts, **inputs
+    )
+    assert drafts.loss("e2e_tv", one.training, by_visit=True)[0].item() == pytest.approx(wanted.item())
+    assert drafts.loss("e2e_tv", one.training)[0].item() != pytest.approx(wanted.item(), abs=1e-4)
+
+
 def test_pools_are_compared_with_the_draft_trained_along_the_way():
     cells = {
-        arm: [{"answers": 4, "rejection": value + run / 10, "target_only": 0.5} for run in range(3)]
+        arm: [
+            {"answers": 4, "rejection": value + run / 10, "target_only": 0.5, "out of domain": 0.4}
+            for run in range(3)
+        ]
         for arm, value in (("frozen", 0.5), ("e2e TV, all", 0.8), ("hard CE, all", 0.7))
     }
     table = pools.summary(cells, {"e2e_tv": [0.7, 0.8, 0.9]})
