@@ -78,9 +78,9 @@ def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str
 
     if config.run.half.generates and 0 < max_gpus < config.rollout.gpus_per_worker:
         raise ValueError(
-            f"rollout.sglang.tp={config.rollout.sglang.tp}: a server runs on one node, and the largest of "
-            f"Ray cluster has {max_gpus} GPUs. Set rollout.sglang.tp={max_gpus} or less; a model that does "
-            "not fit into those needs nodes with larger GPUs."
+            f"rollout.sglang.tp={config.rollout.sglang.tp}: a server runs on one node, and the largest "
+            f"node of the Ray cluster has {max_gpus} GPUs. Set rollout.sglang.tp={max_gpus} or less; a model "
+            "that does not fit into those needs nodes with larger GPUs."
         )
 
 

@@ -96,7 +96,17 @@ class CorrectionRule:
         return {}
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
-        """Compute weights and accepted tokens of a micro-batch."""
+        """Compute weights and accepted tokens of a micro-batch.
+
+        Args:
+            inputs: tensors [B, S] of the micro-batch.
+
+        Returns:
+            Weights [B, S], or None for ones, and a mask [B, S], a subset of `inputs.mask`.
+
+        Raises:
+            ValueError: the rule cannot use the inputs.
+        """
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, Value]) -> None:

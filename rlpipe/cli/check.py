@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 EPISODES = 8  # of every split
 USAGE = """usage: rlpipe check +recipe=NAME [KEY=VALUE ...]
 
-Validate a run without starting it: settings, memory, checkpoint, data, machine, run directory. An environment
-of your own (env.suite) is stepped through several episodes of every split with random answers.
+Validate a run without starting it: settings, memory, checkpoint, data, machine, run directory. A custom
+environment (env.suite) is stepped through several episodes of every split with random answers.
 `rlpipe run --cfg job` prints every setting."""
 
 

@@ -129,8 +129,8 @@ def check_actor(
 
     if different := _other_tokenizer(actor_path, policy_path):
         raise ValueError(
-            f"{named} and model.path={config.model.path!r} do not share a tokenizer ({different}): equal ids "
-            "would mean other texts. Take two models with the same tokenizer."
+            f"{named} and model.path={config.model.path!r} do not share a tokenizer ({different}): the "
+            "token ids of the two would not match. Take two models with the same tokenizer."
         )
 
     if config.trainer.cp > 1:

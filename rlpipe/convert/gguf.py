@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MISSING = (
-    "the package `gguf` is not installed, and it reads GGUF files: run `pip install 'rlpipe[fetch]'`, in a "
-    "checkout `pip install -e '.[fetch]' -c constraints.txt`."
+    "the package `gguf` is not installed, and it reads GGUF files: run `pip install gguf`, in a checkout "
+    "`pip install -e '.[fetch]' -c constraints.txt`."
 )
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 

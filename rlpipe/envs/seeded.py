@@ -75,5 +75,5 @@ def require(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f"env={extra} needs the package {package}, which is not installed: "
-            f"pip install 'rlpipe[{extra}]', in a checkout pip install -e '.[{extra}]' -c constraints.txt."
+            f"pip install {package}, in a checkout pip install -e '.[{extra}]' -c constraints.txt."
         )

@@ -1,4 +1,4 @@
-"""The choice of a run's sinks, and the one door to Weights & Biases.
+"""The choice of a run's sinks, and the only import of Weights & Biases.
 
 Owns the choice (`make_sinks`) and `WandbSink`; every other sink has a separate file: jsonl, console,
 trace, tensorboard, prometheus.

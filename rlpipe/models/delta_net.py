@@ -56,8 +56,8 @@ def check_kernel(path: str) -> None:
     """
     if importlib.util.find_spec("fla") is None:
         raise ValueError(
-            f"model.path={path!r} has gated delta nets, and their kernel for GPUs is not installed: pip "
-            'install "rlpipe[gpu]" -c constraints_gpu.txt (flash-linear-attention), or train on a CPU.'
+            f"model.path={path!r} has gated delta nets, and their kernel for GPUs is not installed: "
+            "pip install flash-linear-attention -c constraints_gpu.txt, or train on a CPU."
         )
 
 

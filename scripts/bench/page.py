@@ -35,8 +35,8 @@ MET_GOAL = re.compile(r"\s*Goal: [^*]*\*\*met\*\*\.")
 HEAD = """# Benchmarks
 
 What was measured, with its conditions. "Two cores" are two cores of a virtual machine, on which the same run
-can differ by a tenth. A goal that was missed is marked. Each answer links to its command and result file in
-the [full log](developer/benchmark_log.md), which also has the smaller questions.
+can differ by a tenth. Goals are named only where they were missed. Each answer links to its command and
+result file in the [full log](developer/benchmark_log.md), which also has the smaller questions and all goals.
 """
 LOG_HEAD = """# Benchmark log
 
@@ -96,7 +96,7 @@ class Figure:
         """Question, answer, and a link to the full section in the log."""
         anchor = re.sub(r"[^\w\- ]", "", self.question.lower()).replace(" ", "-")
         source = f"{self.conditions} ([command](developer/benchmark_log.md#{anchor}))"
-        return f"### {self.question}\n\n{self.markdown}\n\n{source}\n"
+        return f"### {self.question}\n\n{self.excerpt}\n\n{source}\n"
 
 
 FIGURES = [Figure(**entry) for entry in tomllib.loads((HERE / "figures.toml").read_text())["figure"]]

@@ -271,7 +271,7 @@ def checkpoint() -> Row:
         small=f"{bench} --only float32",
         seconds=50,
         figures=(
-            Figure(name="training stands still", read=at(*row, "stall_s"), unit="s", at_most=10),
+            Figure(name="training blocked by a save", read=at(*row, "stall_s"), unit="s", at_most=10),
             Figure(name="added on the GPU", read=lambda r: at(*row, "card")(r) / 1e9, unit="GB", at_most=1),
             Figure(name="added on the host", read=lambda r: at(*row, "save")(r) / 1e9, unit="GB"),
             Figure(name="estimate of that", read=at(*row, "ratio"), unit="times", at_least=0.9),

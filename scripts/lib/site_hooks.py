@@ -1,8 +1,8 @@
 """Hooks of the documentation site (mkdocs.yml): documents outside docs/, and links between all of them.
 
 Documents are written for a repository browser: their links are relative to their own folder. Here README.md
-becomes the home page, recipes and the model cards become pages, and a link to a file that is no page becomes
-its path as text, since a site has no address of the repository to point to.
+becomes the home page, recipes and the model cards become pages, and a link to a file that is not a page
+becomes its path as text, since a site has no address of the repository to point to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
+}
 FOLDERS = {"recipes": (".md", ".svg", ".png", ".json"), "models": (".md",)}
 CLUSTER_FILES = "cluster_files.md"
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)

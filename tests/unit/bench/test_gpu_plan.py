@@ -456,7 +456,7 @@ PLANTED = {  # by the start of a row's name: its report, and the figures that mu
     "save and resume": (
         checkpoint_report,
         {
-            "training stands still": 2.5,
+            "training blocked by a save": 2.5,
             "added on the GPU": 0.2,
             "added on the host": 4.0,
             "estimate of that": 1.1,
