@@ -1,6 +1,7 @@
 """Reinforcement learning for language models with speculative rollouts.
 
-The Python API (docs/python_api.md). Names are imported on first use, so `import rlpipe` loads no library.
+This package exports the Python API (docs/python_api.md). Each name is imported on first use, so
+`import rlpipe` loads no heavy library.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the API, importing what it needs."""
+    """Return a name of the API, after importing the module that defines it."""
     if name not in __all__:
         raise AttributeError(f"module 'rlpipe' has no attribute {name!r}")
 
-    # Before torch is loaded, which most of these do.
+    # This must precede the import of torch, which most of these modules import.
     from rlpipe.config.openmp import wait_passively
 
     wait_passively()
@@ -68,7 +69,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package. `rlpipe.run` is the function, also after `import rlpipe.run`, the module behind `-m`."""
+    """Type of this package: keeps `rlpipe.run` the function when the module `rlpipe.run` is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name == "run" and isinstance(value, ModuleType)):

@@ -1,9 +1,9 @@
-"""`python -m rlpipe COMMAND ...`: the command `rlpipe` where it is not on PATH."""
+"""Entry point of `python -m rlpipe COMMAND ...`, for shells in which `rlpipe` is not on PATH."""
 
 import os
 import sys
 
-# `python -m` searches the current folder first. After installed packages its files replace none of them.
+# `python -m` searches the current folder first. Move it to the end, so that its files shadow no package.
 if __name__ == "__main__" and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  (nor a pathlib.py there)
     sys.path.append(sys.path.pop(0))
 

@@ -1,7 +1,7 @@
-"""The composition root: the only module that chooses implementations, and the run of every task.
+"""The composition root: the only module that chooses implementations; it runs every task.
 
-Owns start-up and shut-down order, the run directory, and the effect of Ctrl-C and SIGTERM: once, the step in
-progress is finished and a checkpoint saved; twice, everything stops at once.
+Owns the order of start-up and shut-down, the run directory, and the effect of Ctrl-C and SIGTERM. The first
+signal finishes the step in progress and saves a checkpoint; the second stops everything at once.
 """
 
 from __future__ import annotations
@@ -55,30 +55,33 @@ from rlpipe.rollout.prompt_check import PromptCheck
 from rlpipe.types import CONTINUES, RunStopped
 
 _LEAVING_S = 5.0
-_ANSWER_S = 10.0  # for the loop to say what it waits for
-_REHEARSAL_S = 5.0  # time limit of the rehearsal of an environment at a launch
-_LONG_REHEARSAL_S = 30.0  # the same for reward functions, in `rlpipe check`
+_ANSWER_S = 10.0  # time limit for the loop to report what it waits for
+_REHEARSAL_S = 5.0  # time limit for the rehearsal of an environment at a launch
+_LONG_REHEARSAL_S = 30.0  # time limit for the rehearsal of reward functions in `rlpipe check`
 
 
 class RunTask(Protocol):
-    """A task that `run_task` runs. The constructor writes no file; it raises ValueError for settings."""
+    """A task that `run_task` runs. The constructor writes no file and raises ValueError for wrong settings."""
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
-        """Start the processes of the task. give_up: ends the run at once, from any thread, with a message."""
+        """Start the processes of the task.
+
+        give_up: function that ends the run at once with a message; any thread may call it.
+        """
 
     def waits_for(self) -> str:
-        """Return what the task waits for now, as text; called in another thread."""
+        """Return what the task waits for now, as text; called from a thread other than the task's."""
         ...
 
     def run(self) -> bool:
-        """Run to the end (True) or to a stop request (False), and save a checkpoint."""
+        """Run until the end (return True) or until a stop is requested (return False); save a checkpoint."""
         ...
 
     def request_stop(self) -> None:
-        """Request that `run` finishes its step, saves a checkpoint and returns; for signal handlers."""
+        """Request that `run` finish its step, save a checkpoint and return; safe in a signal handler."""
 
     def close(self, at_once: bool) -> None:
-        """End every process of the task. at_once: without waiting for any."""
+        """End every process of the task. at_once: do not wait for them to finish."""
 
 
 def launch(config: Config, resolved: str) -> int:
@@ -139,9 +142,9 @@ def run_task(
     checkpoints: CheckpointStore,
     changed: dict[str, str] | None = None,
 ) -> int:
-    """Run a task from its start to its end or a stop by signal; return the exit status.
+    """Run a task until it ends or a signal stops it; return the exit status.
 
-    changed: settings that differ from those of the run that is continued, for its log.
+    changed: settings that changed since the run was last started, to be logged.
     """
     bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
     mode = config.cluster.mode if config.task is Task.RL else ClusterMode.INLINE
@@ -149,7 +152,7 @@ def run_task(
     bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=mode, half=config.run.half, **extra)
 
     leave = _Leaving(task, bus, checkpoints)
-    # Whatever happens from here on, the `end` event is written and the processes of the task end.
+    # From here on, every exit writes the `end` event and ends the processes of the task.
     outcome, status = "failed", 1
     try:
         with progress_watched(bus, task.waits_for, config.metrics.waiting_s):
@@ -173,16 +176,16 @@ def run_task(
 
 
 def _as_continued(text: str, checkpoints: CheckpointStore) -> str:
-    """Return the message of a run that ended; without a checkpoint, it does not promise one."""
+    """Return the message of a run that ended, corrected if there is no checkpoint to continue from."""
     if checkpoints.steps():
         return text
     return text.replace(CONTINUES, "Run again; it starts from the beginning, as there is no checkpoint yet.")
 
 
 class _Leaving:
-    """Ends this process at once, with a message, the `end` event, and no process left behind.
+    """Ends this process at once: prints a message, writes the `end` event and ends all child processes.
 
-    Only the first call has an effect: when a second Ctrl-C ends Ray, the end of Ray is not a second reason.
+    Only the first call has an effect: a second Ctrl-C also ends Ray, whose failure must not be reported too.
     """
 
     def __init__(self, task: RunTask, bus: MetricsBus, checkpoints: CheckpointStore) -> None:
@@ -190,11 +193,12 @@ class _Leaving:
         self._begun = threading.Lock()
 
     def __call__(self, sentence: str, outcome: str, status: int) -> None:
-        """Report the sentence, close what can be closed in time, and end the process."""
+        """Close what can be closed within the time limit, print the sentence, and end the process."""
         if not self._begun.acquire(blocking=False):
             return
 
-        # Not in this thread: a signal handler may have interrupted the holder of a lock that this needs.
+        # Close in another thread: the signal may have interrupted this one while it held a lock that closing
+        # needs.
         last = threading.Thread(target=self._close, args=(outcome,), daemon=True)
         last.start()
         last.join(_LEAVING_S)
@@ -211,9 +215,9 @@ class _Leaving:
 
 @contextmanager
 def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int], None]) -> Iterator[None]:
-    """Request a stop on the first SIGINT or SIGTERM, leave at once on the second.
+    """Request a stop on the first SIGINT or SIGTERM, and leave at once on the second.
 
-    Only the main thread can handle signals: in any other thread, no handler is installed.
+    Python handles signals in the main thread only: in any other thread, this installs no handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -234,7 +238,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
         )
         request_stop()
 
-    # The earlier handlers come back afterwards: this may run inside another program.
+    # Restore the earlier handlers afterwards, because this may run inside another program.
     before = {name: signal.signal(name, interrupt) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -244,7 +248,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
 
 
 def _check_instances(val: ValConfig, suite: Suite) -> None:
-    """Refuse to validate on more instances than exist, unless by default. Raises ValueError."""
+    """Raise ValueError if `val.instances` exceeds both its default and the size of every held-out set."""
     sizes = {split: len(suite.instance_ids(split)) for split in suite.splits()}
     if val.every and val.instances > max(ValConfig().instances, *sizes.values()):
         there = ", ".join(f"{split} {size}" for split, size in sizes.items())
@@ -255,7 +259,7 @@ def _check_instances(val: ValConfig, suite: Suite) -> None:
 
 
 def _check_games(config: Config, suite: Suite) -> None:
-    """Refuse a number of attempts at an instance that leaves a seat of a game empty. Raises ValueError."""
+    """Raise ValueError if the attempts at an instance are not a multiple of the players of its game."""
     if not hasattr(suite, "players"):
         return
 
@@ -273,8 +277,8 @@ def _check_games(config: Config, suite: Suite) -> None:
 def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | None = None) -> list[Suite]:
     """Check the engines, environments and dumps of a run; return its suites.
 
-    rehearsal: steps through a suite of the user (None: one short episode of each split, as at a launch), with
-        the chat template that renders its messages.
+    rehearsal: function that steps through a user's suite and checks its prompts; None runs one short episode
+        of each split, as at a launch.
     Writes no file. Raises ValueError with the setting, its value and a hint.
     """
     config = for_run_mode(config)
@@ -296,7 +300,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
     check_environment(config.env)
     suite = make_suite(config.env, seed=config.run.seed)
 
-    # The code of the user is stepped through, since most of its mistakes only show there.
+    # Step through the code of the user, since most mistakes in it appear only when it runs.
     for name, users in _user_suites(config.env, suite):
         prompts = _prompts(config, users)
         if rehearsal is not None:
@@ -329,7 +333,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
 
 
 def _user_suites(env: EnvConfig, suite: Suite) -> list[tuple[str, Suite]]:
-    """Return the suites of a run that are the user's, with what made them: one, or members of a mixture."""
+    """Return those suites of a run that are user code, as pairs of the `env.suite` setting and the suite."""
     if isinstance(suite, MixtureSuite):
         members = members_of(env)
         return [pair for name, own in suite.members.items() for pair in _user_suites(members[name][1], own)]
@@ -337,7 +341,7 @@ def _user_suites(env: EnvConfig, suite: Suite) -> list[tuple[str, Suite]]:
 
 
 def _note_few_instances(instances: int, prompts: int) -> None:
-    """Print a line when a step trains on an instance more than once."""
+    """Print a note if there are fewer instances than prompts per step, so that a step repeats some."""
     if instances < prompts:
         print(
             f"rlpipe: there are {instances} training instances and pipeline.prompts_per_step={prompts}, so a "
@@ -352,9 +356,9 @@ def _prompts(config: Config, suite: Suite) -> Prompts:
 
 
 def _check_rows(suite: FunctionSuite, config: Config, budget_s: float) -> None:
-    """Check a data set and its reward functions, and print what should be known of them. Raises ValueError.
+    """Check a data set and its reward functions, and print notes on them. Raises ValueError.
 
-    Leaves prompts out that are too long for the context.
+    Drops the prompts that are too long for the context.
     """
     context, answer = config.rollout.max_context, config.rollout.max_new_tokens
     limit = config.data.max_prompt_tokens or max(context - answer, 1)
@@ -366,9 +370,9 @@ def _check_rows(suite: FunctionSuite, config: Config, budget_s: float) -> None:
 
 
 def check_run_directory(config: Config, resolved: str) -> None:
-    """Refuse a run directory that is in use or holds another experiment. Writes no file.
+    """Raise ValueError if the run directory is in use or holds another experiment. Writes no file.
 
-    resolved: the configuration as YAML. Raises ValueError.
+    resolved: the configuration as YAML.
     """
     run_dir = resolve(config.run.dir)
     check_free(run_dir)
@@ -406,7 +410,7 @@ class ReinforcementLearning:
         self._cluster = self._pool = self._ray = self._ledger = self._loop = None
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
-        """Start engines, trainer and controller, from the newest checkpoint on."""
+        """Start engines, trainer and controller from the newest checkpoint."""
         config = self._config
         if injected := config.injection.active():
             bus.event("injection", **injected)
@@ -444,7 +448,7 @@ class ReinforcementLearning:
         try:
             run_coroutine(self._run())
         except BaseExceptionGroup as group:
-            # The tasks of the loop failed, so the cause is not a setting: only its first leaf is reported.
+            # The tasks of the loop failed, so no setting is the cause. Report only the first exception.
             cause = first_cause(group)
             if isinstance(cause, RunStopped):
                 raise cause from group
@@ -453,7 +457,7 @@ class ReinforcementLearning:
         return self._controller.version >= self._config.run.steps
 
     async def _run(self) -> None:
-        """Run the controller and the pool's requests on one event loop, then close the cluster."""
+        """Run the controller and serve the requests of `rlpipe pool`, then close the cluster."""
         assert self._cluster is not None, "prepare comes before run"
         self._loop = asyncio.get_running_loop()
         serving = asyncio.ensure_future(self._serve_pool())
@@ -472,7 +476,7 @@ class ReinforcementLearning:
             await serve(self._pool, self._run_dir, self._controller.growth, self._event)
 
     def waits_for(self) -> str:
-        """Name what the run waits for; called from another thread than the loop's."""
+        """Return what the run waits for, as text; called from a thread other than the loop's."""
         if self._loop is None:
             return "engines and trainer to start"
 
@@ -488,7 +492,8 @@ class ReinforcementLearning:
         if self._loop is None:
             return self._controller.request_stop()
 
-        # A signal handler may run in another thread than the loop; a loop that has ended needs no request.
+        # The signal handler may run in a thread other than the loop's. If the loop has ended, there is nothing
+        # to stop.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._controller.request_stop)
 
@@ -503,14 +508,17 @@ class ReinforcementLearning:
 
 
 def _prompt_stream(suite: Suite, seed: int) -> PromptStream:
-    """Return the prompts of training: by the shares of a mixture's members, by a curriculum's stages."""
+    """Return the training prompts, in the shares of a mixture or in the stages of a curriculum."""
     if isinstance(suite, MixtureSuite):
         return MixedPrompts(suite.train_sets(), seed)
     return PromptStream.of_stages(train_stages(suite), seed)
 
 
 def _dump(config: Config, done: int) -> Dump | None:
-    """Return the dump that this run reads or, after step `done`, writes; None without. Raises ValueError."""
+    """Return the dump that this run reads, or writes from step `done` on; None if it has no dump.
+
+    Raises ValueError if the dump does not fit the run.
+    """
     if not config.run.dump:
         return None
 
@@ -519,8 +527,8 @@ def _dump(config: Config, done: int) -> Dump | None:
 
 
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:
-    """Return the cluster that the settings choose, with the weight transfer for its machines."""
-    # The weight transfer depends on the machines of the cluster.
+    """Return the cluster that the settings select, with a weight transfer that suits its machines."""
+    # The weight transfer depends on the number of machines and on whether they have GPUs.
     hosts, gpus = 1, False
     if config.cluster.mode is ClusterMode.RAY:
         from rlpipe.actors.ray_cluster import hosts_and_gpus
@@ -542,7 +550,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
 
 
 def _export_workspace(run_dir: Path) -> None:
-    """Write the spec of the W&B workspace: with a login, `rlpipe workspace --spec FILE` creates it."""
+    """Write the spec of the run's W&B workspace; `rlpipe workspace --spec FILE` creates it after a login."""
     from rlpipe.report.workspace import NAME, export_spec
 
     try:

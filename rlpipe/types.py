@@ -1,8 +1,8 @@
 """The data that every layer shares: trajectories, groups, requests, counts. Imports no torch.
 
-Owns the shape of the data that travels between rollout, pipeline and trainer; owns no behaviour beyond
-sums. Flow: a `Prompt` is admitted, its `group_size` attempts become `Trajectory`s of a `Group`,
-each sampled token carries its logprob, entropy and the policy version that sampled it.
+Owns the format of the data that travels between rollout, pipeline and trainer, and no behaviour except
+sums. Flow: a `Prompt` is admitted; each of its `group_size` attempts becomes a `Trajectory` of one `Group`.
+Each sampled token has its logprob, its entropy and the policy version that sampled it.
 
 Values recorded per token are NumPy arrays, called columns. They are replaced, never changed in place: a
 worker may hold them in shared memory, which is read-only.
@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-# Ends the message of a run that stopped; `launch` states when there is no checkpoint yet.
+# Last sentence of the message of a stopped run; `launch` replaces it while there is no checkpoint.
 CONTINUES = "Run again, it continues from the newest checkpoint."
 
 
 class RunStopped(RuntimeError):
-    """Ends a run by a documented rule; its message is shown to the user without a traceback."""
+    """Raised to end a run by a documented rule; the user sees its message without a traceback."""
 
 
 class FinishReason(StrEnum):
@@ -44,10 +44,10 @@ class TrajectoryStatus(StrEnum):
 class SpecCounts:
     """Sums of speculative decoding, per depth; every ratio is derived from them.
 
-    drafted[k]: verify steps in which depth k (0-based) was reached, that is, all shallower drafts
-        were accepted; accepted[k]: of those, how many accepted depth k.
+    drafted[k]: number of verify steps that reached index k (0-based), that is, accepted all k earlier drafts.
+    accepted[k]: number of those steps that also accepted the draft at index k.
     verify_steps: target forward passes that verified drafts.
-    proposed: drafted tokens in all, gamma per verify step.
+    proposed: total number of draft tokens, gamma per verify step.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class SpecCounts:
     proposed: int = 0
 
     def add(self, other: SpecCounts) -> None:
-        """Add another count in place; depths the shorter one lacks count as zero."""
+        """Add other counts in place; a depth that only one of the two has counts as zero in the other."""
         for total, added in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
             total.extend([0] * (len(added) - len(total)))
             for k, n in enumerate(added):
@@ -87,11 +87,11 @@ class SamplingParams:
     temperature: divides target and draft logits alike; 0 means greedy.
     max_new_tokens: upper bound on output tokens.
     stop_token_ids: sampling one of them ends the turn; it is the last output token.
-    seed: stream of this request; equal seeds and weights give equal outputs, whatever other requests run.
+    seed: random seed; equal seeds and weights give equal outputs, regardless of concurrent requests.
     top_logprobs: number of most likely target tokens to return per position (0: none).
-    record_drafts: return every drafted token with its target and draft probability.
-    routes: return the experts that read each token, see `GenerateResult`.
-    routes_from: the first token whose experts are returned; the caller has those of earlier tokens.
+    record_drafts: return every draft token with its target and draft probability.
+    routes: return the experts that processed each token, see `GenerateResult`.
+    routes_from: index of the first token to return experts for; the caller already has the earlier ones.
     """
 
     temperature: float = 1.0
@@ -106,10 +106,10 @@ class SamplingParams:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TokenColumns:
-    """Base of dataclasses with one array per token column: their types, and equality by content.
+    """Base of dataclasses with one array per token column: sets the dtypes and compares by content.
 
-    COLUMNS: dtype of each column by field. Sequences passed for them become arrays; arrays of that dtype
-        are not copied.
+    COLUMNS: dtype of each column, by field name. The constructor converts sequences to arrays; an array that
+        already has the dtype is not copied.
     """
 
     COLUMNS: ClassVar[dict[str, type[np.generic]]] = {}
@@ -135,8 +135,8 @@ def _no_tokens() -> np.ndarray:
 class GenerateRequest(TokenColumns):
     """One turn to generate.
 
-    prompt_ids: int32. session_id: turns of one conversation share it; an engine may reuse the KV of the
-    common prefix.
+    prompt_ids: int32. session_id: id that all turns of one conversation share; an engine may reuse the KV
+    cache of their common prefix.
     """
 
     COLUMNS: ClassVar[dict[str, type[np.generic]]] = {"prompt_ids": np.int32}
@@ -151,9 +151,10 @@ class GenerateRequest(TokenColumns):
 class DraftStep:
     """The drafts of one verify step of a request.
 
-    position: index among the output tokens of the first draft. tokens: drafted, in the order of the
-    tree's nodes (a chain: of depth). target_probs, draft_probs: p and q of each after the drafts before it;
-    q is 1 for a draft that was not sampled. num_accepted: accepted drafts.
+    position: index of the first draft token among the output tokens. tokens: the draft tokens, in the order
+    of the tree's nodes (by depth if the tree is a chain). target_probs, draft_probs: target and draft
+    probability of each draft token, conditional on the drafts before it; the draft probability is 1 for a
+    token that was not sampled. num_accepted: number of accepted drafts.
     """
 
     position: int
@@ -164,12 +165,12 @@ class DraftStep:
 
 
 def shifted(drafts: list[DraftStep], by: int) -> list[DraftStep]:
-    """Return verify steps with positions counted from `by` tokens earlier."""
+    """Return the verify steps with `by` added to every position."""
     return [replace(step, position=step.position + by) for step in drafts]
 
 
 def routes_type(experts: int) -> type[np.integer]:
-    """Return the smallest type that holds an expert's number, and one more for a token without a record.
+    """Return the smallest type that holds every expert's index and one more value for "not recorded".
 
     >>> routes_type(255), routes_type(256)
     (<class 'numpy.uint8'>, <class 'numpy.int16'>)
@@ -178,12 +179,12 @@ def routes_type(experts: int) -> type[np.integer]:
 
 
 def unrecorded(routes: np.ndarray) -> int:
-    """Return the mark of a token without a record in routes: the largest number of their type."""
+    """Return the value that marks an unrecorded token in `routes`: the maximum of its dtype."""
     return np.iinfo(routes.dtype).max
 
 
 def recorded(routes: np.ndarray | None) -> int:
-    """Count the tokens with a record before the first without one."""
+    """Count the tokens before the first one whose routes are not recorded."""
     if routes is None:
         return 0
     without = np.flatnonzero(routes[:, 0, 0] == unrecorded(routes))
@@ -191,17 +192,17 @@ def recorded(routes: np.ndarray | None) -> int:
 
 
 def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: int = 0) -> np.ndarray | None:
-    """Return the routes of a longer text, in which its beginning keeps the routes recorded earlier.
+    """Join the routes of the beginning of a text with those of the later tokens.
 
-    A later pass may have read the beginning again, with other weights.
+    Where both cover a token, the earlier routes win: a later pass may have processed it with other weights.
 
     Args:
         earlier: routes of the beginning, as in `GenerateResult`.
-        later: of the tokens from `start` on.
-        start: the first token of `later`.
+        later: routes of the tokens from `start` on.
+        start: index of the first token of `later`.
 
     Raises:
-        ValueError: tokens before `start` have no record.
+        ValueError: some tokens before `start` have no recorded routes.
     """
     known = recorded(earlier)
     if later is not None and start > known:
@@ -219,12 +220,14 @@ class GenerateResult(TokenColumns):
     """The answer of an engine; the other columns are parallel to output_ids.
 
     output_ids: int32. logprobs: target log-softmax(logits / temperature) at the sampled token, nats, float32.
-    entropies: of the same target distribution, nats, float32.
+    entropies: entropy of the same target distribution, nats, float32.
     versions: policy version that sampled each token, int32.
-    top_logprobs: per position [(token_id, logprob), ...], if requested. drafts: if requested.
-    routes: if requested, [prompt and output tokens from `routes_from` on, layers with experts, experts per
-        token] of `routes_type`: the experts that read a token in the pass that made the token after it,
-        `unrecorded` where there is none, as for the last token. None from a model without experts.
+    top_logprobs: [(token_id, logprob), ...] per position, or None if not requested.
+    drafts: every verify step, or None if not requested.
+    routes: indices of the experts that processed each token in the pass that sampled the next token; None if
+        not requested or if the model has no experts. Shape [prompt and output tokens from `routes_from` on,
+        layers with experts, experts per token], dtype `routes_type`. A token without a record, such as the
+        last one, has `unrecorded`.
     """
 
     COLUMNS: ClassVar[dict[str, type[np.generic]]] = {
@@ -260,7 +263,7 @@ class Prompt:
     seed: int = 0
 
     def trajectory_ids(self, group_size: int) -> list[str]:
-        """Return the ids of its trajectories, which are known before they are generated.
+        """Return the ids of the prompt's trajectories; they are fixed before generation starts.
 
         >>> Prompt(instance_id="i", group_id="g7").trajectory_ids(2)
         ['g7/0', 'g7/1']
@@ -270,21 +273,21 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trajectory(TokenColumns):
-    """One attempt: all its tokens in order, sampled ones marked.
+    """One attempt at a prompt: all its tokens in order, with a mask of the sampled ones.
 
     token_ids (int32), loss_mask (bool), rollout_logprobs, entropies (float32) and versions (int32) are
     parallel; where loss_mask is False (prompt, tool output) the last three hold 0.0, 0.0 and -1.
     top_logprobs: as in `GenerateResult`, parallel to token_ids and [] for tokens that were not sampled;
         None unless they were requested.
-    drafts: every verify step, its position counted in token_ids; None unless they were recorded.
-    routes: as in `GenerateResult`, of the first tokens (later ones have none); None unless requested.
-    segment_starts: where further conversations of the same attempt begin in token_ids, one after the other:
-        an agent edited its history, or branched. Each is read on its own; tokens that it repeats from an
-        earlier one are context in it, so that every sampled token is trained once.
-    turn_ends: length of token_ids after each turn. turn_rewards: of each turn, with the sum `reward`; empty
-        while masked, and where it is not recorded.
+    drafts: every verify step, with its position as an index of token_ids; None unless they were recorded.
+    routes: as in `GenerateResult`, for the first tokens (later ones have none); None unless requested.
+    segment_starts: indices in token_ids at which further conversations of the same attempt begin, because an
+        agent edited its history or branched. The model processes each conversation separately. Tokens that
+        repeat an earlier conversation count as context, so that every sampled token is trained on once.
+    turn_ends: length of token_ids after each turn.
+    turn_rewards: reward of each turn, with the sum `reward`; empty if masked or not recorded.
     reward: None unless status is COMPLETE. info: values from the environment (submitted, turns, exit status).
-    side: which player of a game it is, 0 elsewhere.
+    side: index of the player in a game; 0 outside games.
     """
 
     COLUMNS: ClassVar[dict[str, type[np.generic]]] = {
@@ -326,7 +329,7 @@ class Trajectory(TokenColumns):
             self.top_logprobs += [[] for _ in ids]
 
     def append_sampled(self, result: GenerateResult) -> None:
-        """Append one generated turn with everything recorded of its tokens.
+        """Append one generated turn with all values recorded for its tokens.
 
         Raises ValueError when some turns have top_logprobs and others do not.
         """
@@ -354,7 +357,7 @@ class Trajectory(TokenColumns):
     def append_segment(self, other: Trajectory) -> None:
         """Append a conversation of the same attempt that does not continue this one; see `segment_starts`.
 
-        Raises ValueError when routes are recorded, which have no order over several conversations.
+        Raises ValueError if it has routes: they are recorded for a single conversation only.
         """
         if other.routes is not None:
             raise ValueError(
@@ -377,7 +380,7 @@ class Trajectory(TokenColumns):
         self.turn_ends += [start + end for end in other.turn_ends]
 
     def segments(self) -> list[slice]:
-        """Return the tokens of each conversation.
+        """Return the slice of token_ids that each conversation occupies.
 
         >>> Trajectory(trajectory_id="t", group_id="g", instance_id="i", token_ids=[5, 6]).segments()
         [slice(0, 2, None)]
@@ -387,7 +390,7 @@ class Trajectory(TokenColumns):
         return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def segment(self, tokens: slice) -> Trajectory:
-        """Return the tokens of one conversation, with all columns and the reward, as a trajectory."""
+        """Return one conversation, with all token columns and the reward, as a trajectory."""
         if not self.segment_starts:
             return self
         top = None if self.top_logprobs is None else self.top_logprobs[tokens]
@@ -395,7 +398,7 @@ class Trajectory(TokenColumns):
         return replace(self, **columns, top_logprobs=top, drafts=None, turn_ends=[], segment_starts=[])
 
     def _append(self, *values: Sequence[int] | np.ndarray) -> None:
-        """Lengthen every column, in the order of COLUMNS."""
+        """Append values to every column; the arguments are in the order of COLUMNS."""
         for (name, dtype), column in zip(self.COLUMNS.items(), values, strict=True):
             setattr(self, name, np.concatenate((getattr(self, name), np.asarray(column, dtype))))
 
@@ -413,7 +416,7 @@ class Trajectory(TokenColumns):
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The siblings of one prompt, all finished; seconds are wall-clock."""
+    """All trajectories of one prompt, once finished; `gen_seconds` and `env_seconds` are wall-clock times."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
@@ -421,7 +424,10 @@ class Group:
     env_seconds: float = 0.0
 
     def sides(self) -> list[list[int]]:
-        """Return the indices of complete trajectories that are compared: those of one side of a game."""
+        """Return the indices of the complete trajectories, one list per side of a game.
+
+        Advantages compare the trajectories of one list only.
+        """
         by_side: dict[int, list[int]] = {}
         for index, trajectory in enumerate(self.trajectories):
             if trajectory.status is TrajectoryStatus.COMPLETE:
@@ -429,6 +435,6 @@ class Group:
         return list(by_side.values())
 
     def has_equal_rewards(self) -> bool:
-        """Return whether the rewards of each side are the same, so that none has an advantage."""
+        """Return whether all rewards within each side are equal, so that every advantage is zero."""
         rewards = [{self.trajectories[index].reward for index in side} for side in self.sides()]
         return bool(rewards) and all(len(different) == 1 for different in rewards)

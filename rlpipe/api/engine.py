@@ -27,9 +27,10 @@ Prompt = str | Sequence[int]
 class Generation:
     """One generated turn; the lists are parallel, one entry per generated token.
 
-    prompt_ids: token ids of the prompt. ids, texts: of the generated tokens. logprobs, entropies: of the
-    target, nats. depths: 0 for a token that the target sampled, k for one accepted as the k-th draft.
-    drafts: every verify step, with accepted and refused draft tokens. counts: drafted and accepted, by depth.
+    prompt_ids: token ids of the prompt. text: the generated text. ids, texts: id and text of each generated
+    token. logprobs, entropies: computed by the target model, nats. depths: 0 for a token that the target
+    sampled, k for a token accepted as the k-th draft. drafts: every verify step, with accepted and rejected
+    draft tokens. counts: numbers of drafted and accepted tokens, by depth.
     finish_reason: stop, length or abort.
     """
 
@@ -55,20 +56,20 @@ class Generation:
 
 
 class Engine:
-    """The embedded engine behind a blocking call; works in a notebook. Close it, or use it with `with`.
+    """The embedded engine with a blocking interface; works in a notebook. Close it, or use it with `with`.
 
     Args:
         path: Hugging Face checkpoint directory, "shipped:models/tiny", or the name of a
             model that `rlpipe fetch` has stored, such as "smollm2".
         mode: verification rule; "none" decodes without drafts.
         gamma: draft tokens per verify step.
-        drafter: "mtp", "suffix", or "eagle3" with its directory as `draft_path`.
-        max_context: tokens of a prompt and its generation.
+        drafter: "mtp", "suffix" or "eagle3"; "eagle3" needs the directory of the draft as `draft_path`.
+        max_context: maximum number of tokens of a prompt and its generation together.
         device: "auto", "cpu", "cuda" or "cuda:1".
-        dtype: of weights and KV cache.
+        dtype: type of the weights and the KV cache.
 
     Raises:
-        ValueError: a model that cannot be decoded, or settings that do not fit it.
+        ValueError: the engine cannot run this model, or the settings do not fit it.
     """
 
     def __init__(
@@ -101,17 +102,17 @@ class Engine:
         """Generate one turn for each prompt; all prompts share a batch.
 
         Args:
-            prompts: one or several; a text becomes a user message in the model's chat template, a list of
-                token ids is used unchanged.
+            prompts: one prompt or several. A text becomes a user message in the model's chat template; a list
+                of token ids is used unchanged.
             max_new_tokens: upper bound; a stop token ends a turn earlier.
-            temperature: 0 is greedy.
+            temperature: 0 decodes greedily.
             seed: equal seeds give equal tokens; prompt n samples with seed + n.
 
         Returns:
             One generation per prompt, in order.
         """
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        batch = cast("Sequence[Prompt]", [prompts] if one else prompts)  # `one` tells the two apart
+        batch = cast("Sequence[Prompt]", [prompts] if one else prompts)  # mypy cannot infer this from `one`
 
         requests = [
             GenerateRequest(
@@ -155,7 +156,7 @@ class Engine:
         return list(prompt)
 
     def _generation(self, request: GenerateRequest, result: GenerateResult) -> Generation:
-        """Return a result with its texts, as plain lists."""
+        """Convert an engine's result to plain lists, and add the text of each token."""
         ids, drafts = result.output_ids.tolist(), result.drafts or []
         return Generation(
             prompt_ids=request.prompt_ids.tolist(),

@@ -1,7 +1,7 @@
 """Runs from Python: compose a configuration, change it, run it in this process, and read its results.
 
-Owns the behaviour of `rlpipe.compose`, `rlpipe.run` and `rlpipe.load_run`; a run is checked, started and
-ended as on the command line.
+Implements `rlpipe.compose`, `rlpipe.run` and `rlpipe.load_run`. A run is checked, started and ended as on
+the command line.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rlpipe.metrics.runs import load_run as read_run
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The results of a run in its directory; `pandas.DataFrame` accepts each list of rows unchanged.
+    """The results of a run, read from its directory; `pandas.DataFrame` accepts each list of rows unchanged.
 
     path: the run directory. outcome: done, stopped, interrupted, failed, or "no end".
-    metrics: a row per step, by metric name (docs/metrics.md). events: a row per event.
+    metrics: a row per step, keyed by metric name (docs/metrics.md). events: a row per event.
     trajectories: the recorded trajectories, token by token (docs/run_directory.md#rolloutsstep_njsonl).
-    checkpoints: Hugging Face directory of each checkpoint, by step.
+    checkpoints: Hugging Face directory of each checkpoint, keyed by step.
     """
 
     path: Path
@@ -42,13 +42,13 @@ class Result:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a command line; change it as needed and pass it to `run`.
+    """Return the configuration that a command line selects; change it as needed and pass it to `run`.
 
     Args:
-        overrides: as after `rlpipe run`, for example ["+recipe=swe_rl", "run.steps=2"].
+        overrides: the arguments after `rlpipe run`, for example ["+recipe=swe_rl", "run.steps=2"].
 
     Raises:
-        ValueError: no recipe, an unknown setting or an impossible value; the message names it and the remedy.
+        ValueError: no recipe, an unknown setting or an invalid value; the message names it and a remedy.
     """
     config, _ = config_of(overrides)
     if not config.recipe:
@@ -59,20 +59,20 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 def run(config: Config) -> Result:
     """Run a configuration to its end in this process and return its results.
 
-    A run directory (`config.run.dir`) that holds a checkpoint is continued. Interrupting once finishes the
-    step, saves a checkpoint and returns; interrupting twice ends the process.
+    A run continues from the newest checkpoint in its directory (`config.run.dir`). The first interrupt
+    finishes the step, saves a checkpoint and returns; the second ends the process.
 
     Args:
-        config: from `compose`, with any changes; `config.yaml` records it as it is passed here.
+        config: from `compose`, with any changes; `config.yaml` in the run directory records it.
 
     Raises:
         ValueError: an invalid setting; the message has the problem, the value and a remedy.
-        RunStopped: a rule ended the run. Any other exception is the failure of the run.
+        RunStopped: a rule ended the run. Any other exception means that the run failed.
     """
     try:
         composition = OmegaConf.structured(config)
         resolved = OmegaConf.to_yaml(composition, resolve=True)
-        checked: Config = OmegaConf.to_object(composition)  # type checks, and those of each section
+        checked: Config = OmegaConf.to_object(composition)  # checks the types and each section
     except OmegaConfBaseException as error:
         raise ValueError(explained(error, [])) from error
     check_before(checked)
@@ -84,7 +84,7 @@ def run(config: Config) -> Result:
 
 
 def load_run(path: str | Path) -> Result:
-    """Read a run directory, complete or not.
+    """Read the results of a run directory; the run need not have finished.
 
     Raises:
         ValueError: `path` is not a run directory.

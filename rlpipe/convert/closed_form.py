@@ -1,13 +1,14 @@
-"""The closed-form start of an MTP layer, and the acceptance that a layer would reach, teacher-forced.
+"""Closed-form initial weights of an MTP layer, and the teacher-forced acceptance that a layer would reach.
 
-The layer is a copy of the last decoder layer, and `input_proj` gives that layer the input it is used to:
-with h_t the backbone's final-norm output, e_s the embedding of token s, x_t the input of the last decoder
-layer, norm an RMSNorm without weight,
+The layer is a copy of the last decoder layer. `input_proj` approximates the input that this decoder layer
+had in the model. Let h_t be the backbone's final-norm output, e_s the embedding of token s, x_t the input of
+the last decoder layer, and norm an RMSNorm without weight; then
 
     input_proj = argmin_W  sum_t || W cat(norm(h_t), norm(e_{t+1})) - x_{t+1} ||^2  +  ridge ||W||^2
 
-Acceptance of depth k at anchor t is sum_v min(p, q), the probability that rejection sampling accepts, where p
-is the target's distribution of token t + k + 1 and q the draft's. `models.checkpoint` defines a depth.
+The acceptance of depth k at anchor t is sum_v min(p, q), the probability that rejection sampling accepts the
+draft. Here p is the target's and q the draft's distribution of token t + k + 1. `models.checkpoint` defines
+a depth.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from rlpipe.models.checkpoint import MTP_PREFIX
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RIDGE = 3e-4  # of the mean diagonal of X^T X, which is the number of rows
-_SINK = 50.0  # times the median power: positions that only collect attention, far from all other states
+RIDGE = 3e-4  # as a fraction of the mean diagonal of X^T X, which equals the number of rows
+_SINK = 50.0  # positions with more than this multiple of the median power are attention sinks, left out
 DEPTHS = 3
 
 
 class Decoder(Protocol):
-    """What transformers' dense decoders have in common."""
+    """The attributes that all dense decoders of transformers have."""
 
     layers: nn.ModuleList
     norm: nn.Module
@@ -46,7 +47,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Sample:
-    """A sequence of a model. ids: its tokens. sampled: which of them the model sampled; [T] both."""
+    """A sequence of T tokens. ids: token ids [T]. sampled: mask [T] of the tokens that the model sampled."""
 
     ids: Tensor
     sampled: Tensor
@@ -54,7 +55,7 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class States:
-    """What the backbone computes for one sequence, [T, H] each.
+    """Activations of the backbone for one sequence, each [T, H].
 
     hidden: final-norm output. embedded: token embeddings. last_input: input of the last decoder layer.
     """
@@ -85,8 +86,8 @@ def fit_input_proj(states: Sequence[States], eps: float) -> tuple[Tensor, float]
     """Solve for `input_proj`, in float64.
 
     Args:
-        states: of the sequences to fit.
-        eps: of the norms.
+        states: activations of the sequences to fit on.
+        eps: epsilon of the norms.
 
     Returns:
         input_proj [H, 2H] in float32, and R^2: the share of the variance of x_{t+1} that it explains.
@@ -94,7 +95,7 @@ def fit_input_proj(states: Sequence[States], eps: float) -> tuple[Tensor, float]
     pairs = [_pairs(one, eps) for one in states if len(one.hidden) > 1]
     inputs, outputs = (torch.cat(part).double() for part in zip(*pairs, strict=True))
 
-    # An attention sink has a norm hundreds of times that of others, and would dominate the fit.
+    # An attention sink has a norm hundreds of times larger than other tokens, and would dominate the fit.
     power = outputs.pow(2).mean(1)
     ordinary = power < _SINK * power.median()
     inputs, outputs = inputs[ordinary], outputs[ordinary]
@@ -113,7 +114,7 @@ def _pairs(states: States, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def start_layer(model: PreTrainedModel, input_proj: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the MTP layer of a dense model: its last decoder layer after `input_proj`."""
+    """Return the MTP layer of a dense model: `input_proj` followed by a copy of its last decoder layer."""
     decoder = decoder_of(model)
     one = torch.ones(input_proj.shape[0])
     layer = {
@@ -127,9 +128,9 @@ def start_layer(model: PreTrainedModel, input_proj: Tensor, dtype: torch.dtype) 
 
 
 class Drafter:
-    """Unrolls an MTP layer over the depths of whole sequences as an engine does.
+    """Unrolls an MTP layer over several depths, as an engine does, but at all anchors of a sequence at once.
 
-    layer: `model.mtp_layers.0.*` -> tensor; its decoder layer is of the class of the model's last one.
+    layer: `model.mtp_layers.0.*` -> tensor; its decoder layer must have the class of the model's last one.
     """
 
     def __init__(self, model: PreTrainedModel, layer: dict[str, Tensor], eps: float) -> None:
@@ -142,8 +143,8 @@ class Drafter:
     def unroll(self, states: States, depths: int) -> Iterator[Tensor]:
         """Yield the states [T - depths, H] of each depth, at the anchors that have tokens for all depths.
 
-        A depth attends to the keys of depth 1 at anchors up to its own, and to those of the depths between at
-        its own anchor: all depths are one sequence of `depth * anchors` rows under such a mask.
+        The row of depth d at anchor t attends to depth 1 at all anchors up to t, and to depths 2 to d at
+        anchor t. One forward pass computes all depths as a sequence of `depth * anchors` rows with this mask.
         """
         weights, anchors = self._weights, len(states.hidden) - depths
         causal = torch.ones(anchors, anchors, dtype=torch.bool).tril()
@@ -186,7 +187,7 @@ def acceptance(
         if len(sample.ids) < depths + 2:
             continue
 
-        # Anchors of the last depth end one token before the sequence, whose state has no next token.
+        # Drop the last token: its state has no next token to compare with.
         cut = States(hidden=one.hidden[:-1], embedded=one.embedded[:-1], last_input=one.last_input[:-1])
         for index, state in enumerate(drafter.unroll(cut, depths)):
             drafted = sample.sampled[index + 2 : index + 2 + len(state)]

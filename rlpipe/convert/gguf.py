@@ -1,8 +1,8 @@
 """Converts a GGUF file (llama.cpp's format) to a Hugging Face checkpoint in bfloat16.
 
-Weights and tokenizer are read by transformers with the package `gguf`. Its tokenizer
-mistakes the token that begins a turn for the one that ends it, so the special tokens are written from the
-file's metadata, as in its config.json.
+Transformers reads the weights and the tokenizer with the package `gguf`. The tokenizer that it returns
+confuses the token that begins a turn with the token that ends it. The special tokens are therefore taken
+from config.json, which transformers fills from the metadata of the GGUF file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 def require_gguf() -> None:
-    """Refuse to convert without the package that reads the format. Raises ValueError."""
+    """Raise ValueError if the package `gguf`, which reads the format, is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(MISSING)
 
@@ -44,7 +44,7 @@ def convert(gguf: Path, out: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Both readers raise whatever a broken file leads them to.
+    # With a broken file, both readers may raise any exception.
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(
@@ -63,7 +63,7 @@ def convert(gguf: Path, out: Path) -> None:
     }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
-    # Paths and versions of this machine are left out: equal files wherever it is converted.
+    # Leave out paths and versions of this machine, so that every machine writes equal files.
     config = json.loads(model.config.to_json_string())
     for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
         config.pop(name, None)
@@ -79,7 +79,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def _correct_tokenizer(file: Path, tokenizer: Any, config: Mapping[str, Any]) -> None:
-    """Write the special tokens that the file's metadata gave config.json; decoding keeps spaces."""
+    """Write the special tokens of config.json to tokenizer_config.json; turn off the cleanup of spaces."""
     settings = json.loads(file.read_text())
     for name in ("is_local", "local_files_only", *_SPECIAL_IDS):
         settings.pop(name, None)
@@ -92,7 +92,7 @@ def _correct_tokenizer(file: Path, tokenizer: Any, config: Mapping[str, Any]) ->
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and notices of transformers; errors are exceptions."""
+    """Silence the progress bars and notices of transformers; exceptions still propagate."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Gives a dense model an MTP layer: its last decoder layer after a projection fitted by least squares.
+"""Gives a dense model an MTP layer: a projection fitted by least squares, then a copy of the last layer.
 
-The model's weights and type do not change: OUT has its files, `mtp.safetensors`, and a config.json that
-counts the layer. Engines and trainer read it as a model of its own family; an SGLang server gets it in MiMo's
-form at its start (`rollout/sglang/target.py`).
+The model's weights and type do not change. The directory OUT gets the model's files, `mtp.safetensors`, and a
+config.json that counts the layer. Engines and trainer load it as a model of the same family. An SGLang server
+loads a copy in MiMo's format, written when the server starts (`rollout/sglang/target.py`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from rlpipe.models import read_architecture
 from rlpipe.models.base import Architecture
 from rlpipe.models.checkpoint import GRAFTED, has_mtp, read_config
 
-_HELD_OUT = 8  # every eighth sequence is measured on, not fitted
+_HELD_OUT = 8  # every eighth sequence is held out for measuring
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Graft:
-    """What a graft reached.
+    """Quality of a grafted layer.
 
-    fitted, held_out: numbers of sequences. r2: of the fit. identity, closed_form: acceptance of each depth on
-    the held-out sequences, with a projection that adds hidden state and embedding, and with the fitted one.
+    fitted, held_out: number of sequences in the fit and held out. r2: R^2 of the fit.
+    identity: acceptance of each depth on the held-out sequences with a projection that adds hidden state and
+    embedding. closed_form: the same with the fitted projection.
     """
 
     fitted: int
@@ -50,7 +51,7 @@ class Graft:
     closed_form: list[float]
 
     def table(self) -> str:
-        """Return the figures as text."""
+        """Return the values as a text table."""
         head = f"{'acceptance (rejection, T = 1)':<32}" + "".join(
             f"depth {depth}  " for depth in range(1, len(self.identity) + 1)
         )
@@ -75,19 +76,19 @@ def graft(
     seed: int = 0,
     report: Callable[[str], None] = print,
 ) -> Graft:
-    """Write a copy of a model that has an MTP layer.
+    """Write a copy of a model with an added MTP layer.
 
     Args:
         model: checkpoint directory of a dense model.
         out: directory to create.
-        rollouts: sequences of the model to fit on (`read_samples`); None samples some.
-        prompts: messages to sample answers to; None: the model writes them.
-        tokens: about how many sampled tokens to fit on, without `rollouts`.
-        seed: of sampling.
+        rollouts: file of the model's sequences to fit on (`read_samples`); None samples new ones.
+        prompts: messages to sample answers to; if None, the model also writes the messages.
+        tokens: approximate number of tokens to sample for the fit; ignored with `rollouts`.
+        seed: random seed of the sampling.
         report: called with each line of progress.
 
     Raises:
-        ValueError: a model that cannot be grafted, unreadable rollouts, or `out` exists.
+        ValueError: the model cannot get an MTP layer, `rollouts` is unreadable, or `out` exists.
     """
     config = read_config(model)
     arch = check_graftable(config, str(model))
@@ -114,7 +115,7 @@ def graft(
 
 
 def closed_form_layer(model: Path, samples: Sequence[Sample]) -> tuple[dict[str, torch.Tensor], Graft]:
-    """Fit the MTP layer of a model; return its tensors, in the model's precision, and what it reached."""
+    """Fit an MTP layer for a model; return its tensors, in the model's dtype, and its quality."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -145,10 +146,10 @@ def closed_form_layer(model: Path, samples: Sequence[Sample]) -> tuple[dict[str,
 
 
 def check_graftable(config: Mapping[str, Any], path: str) -> Architecture:
-    """Return the dimensions of a model that can get an MTP layer.
+    """Return the dimensions of a model after checking that it can get an MTP layer.
 
     Raises:
-        ValueError: it has one, is not dense, or is of a family whose layer is trained with the model.
+        ValueError: the model has an MTP layer already, or its family is not one of the dense ones in GRAFTED.
     """
     arch = read_architecture(config)
     if has_mtp(config):

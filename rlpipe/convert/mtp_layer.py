@@ -1,7 +1,7 @@
-"""An MTP layer as a file: reading one, and adding it to a checkpoint that has none.
+"""Reads an MTP layer from a file, and adds a layer to a checkpoint that has none.
 
-The layer is stored in `mtp.safetensors` next to the checkpoint's weights, which do not change: engines and
-trainer read both, and transformers, which ignores MTP layers, reads only the model.
+The layer is stored in `mtp.safetensors` next to the checkpoint's weights, which do not change. Engines and
+trainer read both; transformers ignores MTP layers and reads only the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_layer(file: Path) -> dict[str, torch.Tensor]:
-    """Read an MTP layer by Hugging Face names (`model.mtp_layers.0.*`).
+    """Read the tensors of an MTP layer, keyed by their Hugging Face names (`model.mtp_layers.0.*`).
 
     Raises:
         ValueError: the file cannot be read.
@@ -41,7 +41,7 @@ def add_layer(directory: Path, layer: Mapping[str, torch.Tensor]) -> None:
         layer: `model.mtp_layers.0.*` -> tensor.
 
     Raises:
-        ValueError: the tensors are not those of an MTP layer of this model.
+        ValueError: the names or shapes of the tensors do not fit this model.
     """
     from safetensors.torch import save_file
 
@@ -55,7 +55,7 @@ def add_layer(directory: Path, layer: Mapping[str, torch.Tensor]) -> None:
     )
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
-    # A checkpoint of several files names in its index which file has which tensor.
+    # The index of a sharded checkpoint maps each tensor to its file.
     index_file = directory / "model.safetensors.index.json"
     if index := read_json(index_file, "model.path"):
         index["weight_map"] |= dict.fromkeys(sorted(layer), MTP_FILE)

@@ -1,7 +1,7 @@
-"""Sequences of a model to fit an MTP layer on: read from a file, or sampled from the model itself.
+"""Sequences to fit an MTP layer on: read from a file, or sampled from the model itself.
 
-Without prompts the model also writes the prompts: it continues the chat template's prefix of a user's turn,
-then answers the text that it wrote.
+If no prompts are passed, the model also writes the prompts: it continues the chat template's prefix of a user
+turn, and then answers the text that it wrote.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.types import GenerateRequest, SamplingParams
 
-_TURN = 64  # tokens of a sampled turn at most
+_TURN = 64  # maximum number of tokens of a sampled turn
 _RUNNING = 32
 
 
 def read_samples(file: Path, vocabulary: int) -> list[Sample]:
-    """Read sequences of token ids: a JSON object or list per line, plain or gzipped.
+    """Read sequences of token ids from a plain or gzipped file, one JSON object or list per line.
 
     Args:
-        file: lines are {"token_ids": [...], "loss_mask": [...]} as of `adapt.rollouts`, whose first line is
-            skipped, or lists of ids. Without loss_mask every token counts as sampled.
-        vocabulary: of the model.
+        file: each line is {"token_ids": [...], "loss_mask": [...]} or a list of token ids. Without loss_mask,
+            every token counts as sampled. The header line of an `adapt.rollouts` file is skipped.
+        vocabulary: number of tokens in the model's vocabulary.
 
     Raises:
-        ValueError: it cannot be read, has no sequence, or a token that the model does not have.
+        ValueError: the file cannot be read, has no sequence, or has a token id outside the vocabulary.
     """
     try:
         text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -58,7 +58,7 @@ def read_samples(file: Path, vocabulary: int) -> list[Sample]:
 
 
 def _sample(line: object, where: str, vocabulary: int) -> Sample:
-    """Return the sequence of a line. Raises ValueError."""
+    """Return the sequence that a line of the file describes. Raises ValueError if it is malformed."""
     ids, mask = (line.get("token_ids"), line.get("loss_mask")) if isinstance(line, dict) else (line, None)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
         raise ValueError(f"{where}: not a list of token ids from 0 to {vocabulary - 1} (`token_ids`).")
@@ -71,14 +71,14 @@ def _sample(line: object, where: str, vocabulary: int) -> Sample:
 def sample_model(
     model: Path, *, tokens: int, seed: int, prompts: Sequence[str] | None, temperature: float = 1.0
 ) -> list[Sample]:
-    """Sample conversations of one turn from a model.
+    """Sample one-turn conversations from a model.
 
     Args:
         model: checkpoint directory.
-        tokens: about how many tokens the answers have together.
-        seed: of sampling.
-        prompts: messages of a user, taken in turn; None: the model writes them.
-        temperature: of all tokens; 0 takes the most likely one.
+        tokens: approximate total number of tokens of the answers.
+        seed: random seed of the sampling.
+        prompts: user messages, used in rotation; if None, the model writes them.
+        temperature: sampling temperature; 0 takes the most probable token.
 
     Raises:
         ValueError: the model has no chat template, or the engine cannot run it.
@@ -94,7 +94,7 @@ def sample_model(
         if prompts is None:
             prefix = _user_prefix(chat)
             questions = _generate(engine, chat, [prefix] * count, seed=seed, temperature=temperature)
-            # A turn cut by the limit is a question too; an empty one is replaced by a greeting.
+            # A question that the token limit cut is used as it is; an empty one is replaced by a greeting.
             prompts = [chat.decode(ids).strip() or "Hello" for ids in questions]
 
         texts = [prompts[i % len(prompts)] for i in range(count)]
@@ -113,7 +113,7 @@ def sample_model(
 
 
 def _user_prefix(chat: ChatFormat) -> list[int]:
-    """Return the tokens that a chat template writes before the text of a user."""
+    """Return the tokens that a chat template writes before the text of a user message."""
     first, second = (chat.initial([{"role": "user", "content": text}]) for text in ("1", "What"))
     return first[: next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)]
 
@@ -121,7 +121,7 @@ def _user_prefix(chat: ChatFormat) -> list[int]:
 def _generate(
     engine: EmbeddedEngine, chat: ChatFormat, prompts: Sequence[list[int]], *, seed: int, temperature: float
 ) -> list[list[int]]:
-    """Sample one turn after each prompt; prompt n with seed + n."""
+    """Sample one turn after each prompt; prompt n is sampled with the seed `seed + n`."""
     stops = tuple(token for token in chat.stop_token_ids if isinstance(token, int))
     requests = [
         GenerateRequest(
