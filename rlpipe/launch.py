@@ -61,7 +61,7 @@ _LONG_REHEARSAL_S = 30.0  # time limit for the rehearsal of reward functions in 
 
 
 class RunTask(Protocol):
-    """A task that `run_task` runs. The constructor writes no file and raises ValueError for wrong settings."""
+    """A task that `run_task` runs. Its constructor writes no file; wrong settings raise ValueError."""
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
         """Start the processes of the task.
@@ -492,7 +492,7 @@ class ReinforcementLearning:
         if self._loop is None:
             return self._controller.request_stop()
 
-        # The signal handler may run in a thread other than the loop's. If the loop has ended, there is nothing
+        # The signal handler may run in a thread other than the loop's. If the loop has ended, nothing is left
         # to stop.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._controller.request_stop)
