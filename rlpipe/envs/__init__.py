@@ -1,7 +1,7 @@
-"""Environments, in which a model acts and is rewarded. `base` holds the contract.
+"""Environments, in which a model acts and is rewarded. `base` defines the interface.
 
-Owns the table of environments that ship with the package. A new one is a file with a suite, its name in
-`EnvName`, two small functions that import it on use, and a row of `ENVIRONMENTS`.
+Owns the table of environments that ship with the package. To add one, write a file with a suite, add its name
+to `EnvName`, write two small functions that import it on use, and add a row to `ENVIRONMENTS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["ENVIRONMENTS", "Environment", "check_environment", "make_suite"]
 class Environment:
     """One row of `ENVIRONMENTS`.
 
-    check: raises ValueError if something is missing that only episodes need. make: makes the suite from its
-    settings and the run's seed; raises ValueError for a bad data file.
+    check: raises ValueError if this machine lacks something that episodes need. make: makes the suite from
+    the settings and the run's seed; raises ValueError for a bad data file.
     """
 
     check: Callable[[EnvConfig], object]
@@ -117,7 +117,7 @@ def _make_openenv(config: EnvConfig, seed: int) -> Suite:
 
 
 def _check_function(config: EnvConfig) -> None:
-    """Nothing outside the data set and the reward is needed; making the suite checks both."""
+    """Check nothing: the environment needs only data set and reward, which are checked with the suite."""
 
 
 def _make_function(config: EnvConfig, seed: int) -> Suite:
@@ -170,14 +170,14 @@ def _make_mix(config: EnvConfig, seed: int) -> Suite:
 
 @contextmanager
 def _of_member(name: str) -> Iterator[None]:
-    """Name the member of a mixture in errors of the block."""
+    """Add the name of a mixture's member to every ValueError that the block raises."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"env.mix.{name}: {error}") from error
 
 
-# Sandboxes and data sets are imported on first use: most runs need one environment only.
+# Each environment is imported on first use, because most runs need only one.
 ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.SWE: Environment(check=_check_swe, make=_make_swe),
     EnvName.REASONING: Environment(check=_check_reasoning, make=_make_reasoning),
@@ -196,7 +196,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
 def check_environment(config: EnvConfig) -> None:
     """Check that this machine has what episodes of `env.name` need.
 
-    Raises ValueError: a missing sandbox tool, an unknown task.
+    Raises ValueError otherwise, for example for a missing sandbox tool or an unknown task.
     """
     ENVIRONMENTS[config.name].check(config)
 
@@ -204,6 +204,6 @@ def check_environment(config: EnvConfig) -> None:
 def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
     """Make the suite that `env.name` selects. Raises ValueError for a bad data file.
 
-    seed: of the run; decides which reasoning tasks are sampled for training.
+    seed: the run's seed; determines which instances are used for training.
     """
     return ENVIRONMENTS[config.name].make(config, seed)

@@ -1,9 +1,9 @@
-"""The environment Protocol: a suite lists instances, an episode is one attempt at one of them.
+"""The environment Protocol: a suite lists instances; an episode is one attempt at one instance.
 
-Owns the contract between collector and environments. An `Episode` is one attempt at one instance;
-its methods may block (they run a sandbox), so the collector calls them in threads; `async def` methods are
-awaited in an event loop that has its own thread (`envs.user_loop`). Infrastructure failures raise
-`InfrastructureError`; they are never a reward.
+Owns the interface between collector and environments. The methods of an `Episode` may block (for example, to
+run a sandbox), so the collector calls them in threads. It awaits `async def` methods in an event loop that
+runs in a separate thread (`envs.user_loop`). Infrastructure failures raise `InfrastructureError`; they never
+become a reward.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Any, Protocol, runtime_checkable
 
-TRAIN = "train"  # the split that runs train on
+TRAIN = "train"  # name of the training split
 
 
 class InfrastructureError(RuntimeError):
-    """The environment, not the model, failed: the trajectory is retried, then masked."""
+    """The environment failed, not the model: the attempt is retried, and masked if it fails again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class StepResult:
     observation: what the model reads next (empty when done): a text, or chat messages with the roles user,
         tool or system.
     done: the episode is over, and `reward` is set.
-    reward: of this step; the reward of a trajectory is the sum over its steps. None counts as 0 while the
-        episode is not done.
-    truncated: ended by a limit of the environment, not by the model. The episode is over; it is counted
+    reward: reward of this step; the reward of a trajectory is the sum over its steps. None counts as 0 while
+        the episode is not done.
+    truncated: a limit of the environment, not the model, ended the episode. The trajectory is counted
         (env/truncated) and trained on like any other.
     info: metadata to record in the trajectory.
     """
@@ -46,8 +46,8 @@ class StepResult:
 class GroupMember:
     """One finished attempt, for `score_group`.
 
-    text: of the last turn. turns: texts of all turns. reward: sum over its steps. info: as recorded; what
-    `score_group` adds to it is recorded too.
+    text: the model's text in the last turn. turns: its texts in all turns. reward: sum over the steps.
+    info: the metadata that is recorded, including what `score_group` adds to it.
     """
 
     text: str
@@ -56,7 +56,7 @@ class GroupMember:
     info: dict[str, Any]
 
 
-# What `step` returns: a number is the reward and ends the episode, a text is the next observation.
+# Return type of `step`: a number is the reward and ends the episode; a text is the next observation.
 Step = StepResult | float | str
 Opening = list[dict[str, str]] | StepResult
 
@@ -64,9 +64,9 @@ Opening = list[dict[str, str]] | StepResult
 class Episode(Protocol):
     """One attempt. Each method may be `async def`; an ordinary method may block.
 
-    Two methods are optional. `finish()` is called when turns or context are used up; it returns a
-    `StepResult` that is done, or a reward (without it, the episode ends with the rewards of its steps).
-    `close()` is called at the end to free resources.
+    Two methods are optional. `finish()` is called when turns or context are used up; it returns a reward or a
+    `StepResult` with done=True. Without `finish`, the episode ends with the rewards of its steps. `close()`
+    is called at the end to free resources.
     """
 
     def messages(self) -> Opening | Awaitable[Opening]:
@@ -78,33 +78,33 @@ class Episode(Protocol):
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Act on the text that the model wrote this turn.
 
-        A turn that `rollout.max_new_tokens` cut off is passed in too, with the text up to there.
+        If `rollout.max_new_tokens` cut the turn off, `action` is the text up to the cut.
         Raises InfrastructureError when something other than the model failed."""
         ...
 
 
 @runtime_checkable
 class Game(Protocol):
-    """An attempt with several players, all played by the policy; each has a trajectory and a reward.
+    """A game with several players, all played by the policy; each player has a trajectory and a reward.
 
-    A suite that returns a `Game` gives the number of players by `players(instance_id)`, see `Suite`.
-    `envs.seats` makes the seats of a game in which players take turns. `close()` is optional, as for an
-    `Episode`.
+    A suite that returns a `Game` has a method `players(instance_id)` that returns the number of players, see
+    `Suite`. `envs.seats` makes the seats of a game in which players take turns. `close()` is optional, as for
+    an `Episode`.
     """
 
     @property
     def seats(self) -> Sequence[Episode]:
-        """Return an episode for each player. All run at once, their `async def` methods in one thread."""
+        """Return an episode for each player. All run concurrently; `async def` methods share one thread."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AgentAddress:
-    """Where an agent reaches the model for one attempt.
+    """The endpoint through which an agent calls the model during one attempt.
 
-    root_url: of the endpoint, such as http://127.0.0.1:40123. api_key: valid for this attempt only.
-    answer_at: makes the endpoint also answer at a listening socket, such as one in the network of a sandbox,
-    until the attempt ends; may be called from any event loop.
+    root_url: address of the endpoint, such as http://127.0.0.1:40123. api_key: valid for this attempt only.
+    answer_at: function that makes the endpoint also serve a listening socket until the attempt ends, such as
+    a socket in the network of a sandbox; may be called from any event loop.
     """
 
     root_url: str
@@ -133,11 +133,11 @@ class AgentEpisode(Protocol):
 class Suite(Protocol):
     """A set of instances by split. Splits: 'train' and any number of held-out sets.
 
-    Optional members: `tools`, an attribute with OpenAI schemas of the tools that the chat template shows.
-    `score_group(instance_id, results)` is called once with the finished attempts at an instance, a list of
-    `GroupMember`, and returns their final rewards in order. `train_stages()` makes a curriculum: it returns
-    the training instances as several lists, which every epoch goes through in order. `players(instance_id)`
-    returns how many attempts take part in one `Game` at an instance (1 without it).
+    Four members are optional. The attribute `tools` holds the OpenAI schemas of the tools that the chat
+    template shows. `score_group(instance_id, results)` is called once with the finished attempts at an
+    instance, a list of `GroupMember`, and returns their final rewards in order. `train_stages()` defines a
+    curriculum: it returns the training instances as several lists, which every epoch goes through in order.
+    `players(instance_id)` returns how many attempts take part in one `Game` at an instance; without it, one.
     """
 
     max_turns: int
@@ -151,17 +151,16 @@ class Suite(Protocol):
         ...
 
     def episode(self, instance_id: str) -> Episode | AgentEpisode | Game:
-        """Start a fresh attempt at an instance.
+        """Start a new attempt at an instance.
 
-        A suite whose method has these parameters also gets `seed`, an integer that differs for each attempt
-        and is reproducible from the run's seed, and `attempt`, the number of the attempt in its group, from
-        0.
+        The method may have two more parameters: `seed`, an integer that differs for each attempt and is
+        reproducible from the run's seed, and `attempt`, the 0-based index of the attempt in its group.
         """
         ...
 
 
 def train_stages(suite: Suite) -> Sequence[Sequence[str]]:
-    """Return the training instances by stage of the suite's curriculum; one stage without a curriculum."""
+    """Return the training instances of each stage of the curriculum; without a curriculum, one stage."""
     stages = getattr(suite, "train_stages", None)
     return [suite.instance_ids(TRAIN)] if stages is None else stages()
 
@@ -173,17 +172,17 @@ def num_players(suite: Suite, instance_id: str) -> int:
 
 
 def seats_of(episode: Any) -> Sequence[Any]:
-    """Return the episodes of a game, or the only one."""
+    """Return the episodes of a game's players; for an ordinary episode, a list with that episode."""
     return getattr(episode, "seats", [episode])
 
 
 def start_episode(suite: Suite, instance_id: str, *, seed: int, attempt: int) -> Any:
-    """Start an attempt, with seed and attempt if `suite.episode` has such parameters."""
+    """Start an attempt; pass `seed` and `attempt` if `suite.episode` has parameters of these names."""
     return suite.episode(instance_id, **named_by(suite.episode, seed=seed, attempt=attempt))
 
 
 def finish_episode(episode: Episode) -> Any:
-    """Call `finish` of an episode; one without it adds no reward."""
+    """Call `finish` of an episode; if it has none, return a last step with reward 0."""
     finish = getattr(episode, "finish", None)
     return StepResult(done=True, reward=0.0) if finish is None else finish()
 
@@ -195,7 +194,7 @@ def close_episode(episode: Episode | Game) -> Any:
 
 
 def named_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return those of the arguments that a function has parameters for.
+    """Return the arguments whose names are parameters of a function.
 
     >>> named_by(lambda seed: ..., seed=1, attempt=2)
     {'seed': 1}
@@ -206,15 +205,15 @@ def named_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 @runtime_checkable
 class CountsSandbox(Protocol):
-    """A suite that reuses outcomes of its sandbox and counts them; implementing it is optional."""
+    """A suite that caches outcomes of its sandbox and counts the cache hits; optional."""
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """Return (outcomes that were reused, outcomes in all) since the start."""
+        """Return (number of reused outcomes, number of all outcomes) since the start."""
         ...
 
 
 class SplitTable:
-    """The splits of a suite, given as a table of ids by split: `train`, then the held-out sets."""
+    """Base of suites that hold their instance ids in a table by split: `train`, then the held-out sets."""
 
     def __init__(self, ids: Mapping[str, Sequence[str]]) -> None:
         self._ids = ids
@@ -236,5 +235,5 @@ def suite_tools(suite: Suite) -> list[dict[str, Any]] | None:
 
 
 def sandbox_counts(suite: Suite) -> tuple[int, int]:
-    """Return (outcomes that were reused, outcomes in all) of a suite's sandbox; zeros when it counts none."""
+    """Return (reused outcomes, all outcomes) of a suite's sandbox, or (0, 0) if it does not count them."""
     return suite.sandbox_counts() if isinstance(suite, CountsSandbox) else (0, 0)

@@ -1,7 +1,7 @@
-"""Checks what an environment returns, in one place for rehearsals and rollouts.
+"""Checks the values that an environment returns, for both rehearsals and rollouts.
 
-Numbers of NumPy and torch become Python numbers. Any other departure from `envs.base` raises an error with
-the method, the returned value and a hint. Imports neither library.
+Numbers of NumPy and torch become Python numbers, although neither library is imported. Any other violation of
+`envs.base` raises an error with the method, the returned value and a hint.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from rlpipe.envs.base import StepResult
 
-_SHOWN = 120  # characters of a value in a message
-_MAX_INFO = 64_000  # characters of an info that are recorded
+_SHOWN = 120  # maximum number of characters of a value in a message
+_MAX_INFO = 64_000  # maximum number of recorded characters of an info
 _OPENING = ("system", "user", "assistant", "tool")  # roles of opening messages
 _OBSERVED = ("user", "tool", "system")  # roles of observations
 _RETURN = "return an observation (a string), a reward (a number, which ends the episode), or StepResult(...)"
@@ -22,7 +22,7 @@ _RETURN_LAST = "return a reward or StepResult(done=True, reward=NUMBER)"
 
 
 def messages_of(returned: object) -> list[dict[str, Any]]:
-    """Return the opening messages. Raises ValueError for anything that is not a list of chat messages."""
+    """Return the opening messages as dicts. Raises ValueError unless given a list of chat messages."""
     if not isinstance(returned, (list, tuple)) or not returned:
         raise ValueError(
             f"messages() returned {shown(returned)}: return a list like "
@@ -39,12 +39,11 @@ def messages_of(returned: object) -> list[dict[str, Any]]:
 
 
 def step_of(returned: object, *, last: bool = False, rehearsed: bool = False) -> StepResult:
-    """Return the result with its reward as a float and its info as JSON values.
+    """Convert a returned value to a StepResult with a float reward and JSON values as its info.
 
-    A number becomes the reward of a last step, a text becomes an observation. The observation of the result
-    is a text or a list of messages. last: the result comes from `finish`. rehearsed: refuse an info that is
-    too long to be recorded, instead of cutting it. Raises ValueError for anything that `envs.base` does not
-    allow.
+    A number becomes the reward of a last step; a text becomes an observation. last: the value comes from
+    `finish`. rehearsed: raise for an info that is too long to be recorded, instead of cutting it.
+    Raises ValueError for a value that `envs.base` does not allow.
     """
     where = "finish()" if last else "step()"
     plain = _plain(returned)
@@ -75,7 +74,7 @@ def step_of(returned: object, *, last: bool = False, rehearsed: bool = False) ->
 
 
 def observation_text(observation: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return an observation as one text, for people to read."""
+    """Return an observation as one text that a person can read."""
     return observation if isinstance(observation, str) else "\n\n".join(m["content"] for m in observation)
 
 
@@ -94,7 +93,7 @@ def group_rewards(returned: Any, count: int) -> list[float]:
 def number_of(
     what: str, value: object, hint: str = "give a finite number, as in StepResult(done=True, reward=1.0)"
 ) -> float:
-    """Return a number, one of NumPy's or torch's included, as a finite float. Raises ValueError otherwise."""
+    """Convert a number of Python, NumPy or torch to a finite float. Raises ValueError for anything else."""
     plain = _plain(value)
     if not isinstance(plain, (int, float)):
         raise ValueError(f"{what}={shown(value)}: {hint}.")
@@ -112,13 +111,13 @@ def shown(value: object) -> str:
     """Format a value and its type for a message."""
     try:
         text = repr(value)
-    except Exception as error:  # a repr of the user's code may raise anything
+    except Exception as error:  # the `__repr__` of a user's class may raise anything
         text = f"<its repr raised {type(error).__name__}>"
     return f"{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''} ({type(value).__name__})"
 
 
 def _messages(where: str, returned: Sequence[Any], roles: Sequence[str]) -> list[dict[str, Any]]:
-    """Return messages as dicts. Raises ValueError for one that is not a text in one of the roles."""
+    """Return messages as dicts. Raises ValueError for a message without text or with another role."""
     for number, message in enumerate(returned):
         is_valid = isinstance(message, Mapping) and all(
             isinstance(message.get(key), str) for key in ("role", "content")
@@ -150,10 +149,10 @@ def _observation(where: str, returned: object) -> str | list[dict[str, Any]]:
 
 
 def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[str, Any]:
-    """Return the part of an info that is recorded, checked now so that it can be written later.
+    """Return an info as it will be recorded, after checking that it can be written as JSON.
 
     cuts: shorten values that are too long instead of raising. Raises ValueError for values that JSON cannot
-    hold.
+    represent.
     """
     recorded: dict[str, Any] = {}
     left = _MAX_INFO
@@ -164,7 +163,7 @@ def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[st
             )
         recorded[key] = plain = recordable(f"{where} returned info[{key!r}]", _plain(value))
 
-        # Numbers are short, and become metrics.
+        # Numbers are never cut: they are short and become metrics.
         if isinstance(plain, (int, float)):
             continue
         text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
@@ -181,14 +180,14 @@ def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[st
 
 def _flag(where: str, name: str, value: object) -> bool:
     """Return a boolean. Raises ValueError for anything else."""
-    # NumPy and torch have booleans of their own, which are no `bool`.
+    # The booleans of NumPy and torch are not instances of `bool`.
     if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
         raise ValueError(f"{where} returned {name}={shown(value)}: give True or False.")
     return bool(value)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number of NumPy or torch to Python's; return anything else unchanged."""
+    """Convert a number of NumPy or torch to a Python number; return anything else unchanged."""
     if type(value).__module__.split(".")[0] not in ("numpy", "torch"):
         return value
     single = getattr(value, "shape", None) == ()
@@ -196,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def recordable(where: str, value: object) -> Any:
-    """Return the value if JSON in UTF-8 can hold it. Raises ValueError otherwise."""
+    """Return the value unchanged if UTF-8 JSON can represent it. Raises ValueError otherwise."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

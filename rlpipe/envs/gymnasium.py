@@ -1,10 +1,11 @@
 """Gymnasium's environments as text: `env=gymnasium env.gymnasium.id=FrozenLake-v1`.
 
-The first message has the first observation and the actions. Every turn of the model is one action, answered
-by the next observation as `envs.spaces` writes it; with `env.gymnasium.kwargs={render_mode: ansi}` it is the
-environment's text drawing, with the highlighted cell in brackets. A turn that names no action is answered by
-the possible actions, and counts as a turn. Rewards are those of the steps. An instance is the seed of
-`reset`. The info has `score`, the sum of the environment's rewards, and `invalid_turns`.
+The first message has the first observation and the actions. Every turn of the model is one action, and the
+reply is the next observation in the text format of `envs.spaces`. With
+`env.gymnasium.kwargs={render_mode: ansi}`, an observation is the environment's text drawing, with the
+highlighted cell in brackets. If a turn names no action, the reply lists the possible actions; the turn still
+counts. Each step gives the environment's reward. An instance is a seed for `reset`. The info has `score`, the
+sum of the environment's rewards, and `invalid_turns`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from rlpipe.envs.base import StepResult
 from rlpipe.envs.seeded import SeededSuite, opening, require
 from rlpipe.envs.spaces import action_names, check_space, describe, to_action, to_text
 
-_HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*4[0-7]m(.+?)\x1b\[0?m", re.DOTALL)  # where the player is
+_HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*4[0-7]m(.+?)\x1b\[0?m", re.DOTALL)  # the player's cell
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def check_gymnasium(config: EnvConfig) -> None:
-    """Make the environment and run Gymnasium's own `check_env`. Raises ValueError for what it finds."""
+    """Make the environment and run Gymnasium's `check_env`. Raises ValueError if that reports a problem."""
     require("gymnasium", extra="gymnasium")
     from gymnasium.utils.env_checker import check_env
 
@@ -36,10 +37,10 @@ def check_gymnasium(config: EnvConfig) -> None:
             check_space(env.observation_space, "observation")
         check_space(env.action_space, "action")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice about normalised spaces, which a model does not read
+            warnings.simplefilter("ignore")  # advice on normalised spaces, irrelevant for text
             check_env(env.unwrapped, skip_render_check=True)
         action_names(env, config.gymnasium.actions)
-    except Exception as error:  # assertions, TypeError, gymnasium.error.Error, and whatever the code raises
+    except Exception as error:  # assertions, gymnasium.error.Error, and any error of the environment
         where, reason = f"env.gymnasium.id={config.gymnasium.id!r}", described(error).rstrip(".")
         raise ValueError(f"{where} cannot be used: {reason}. Correct the environment.") from error
     finally:
@@ -47,7 +48,7 @@ def check_gymnasium(config: EnvConfig) -> None:
 
 
 def make_gymnasium(config: EnvConfig, seed: int) -> SeededSuite:
-    """Make the suite of `env.gymnasium`. seed: of the run."""
+    """Make the suite that `env.gymnasium` configures. seed: the run's seed."""
     return SeededSuite(config, seed, partial(GymnasiumEpisode, config))
 
 
@@ -66,7 +67,7 @@ class GymnasiumEpisode:
         return opening(self._config, f"{self._show()}\nAnswer with {actions}.")
 
     def step(self, action: str) -> StepResult:
-        """Take the action that the text names; without one, the turn earns `invalid_reward`."""
+        """Take the action that the text names; if it names none, the reward is `invalid_reward`."""
         try:
             chosen = to_action(self._env.action_space, action, self._names)
         except ValueError as hint:
@@ -101,7 +102,7 @@ def _make_env(config: EnvConfig) -> Any:
 
     name, kwargs = config.gymnasium.id, config.gymnasium.kwargs
     try:
-        # A user class has a name that Python allows; a registered id has a version.
+        # The name of a user's class is an identifier; a registered id ends with a version such as -v1.
         if name.rpartition(":")[2].isidentifier() and ":" in name:
             return load_function(name, setting="env.gymnasium.id", takes="**kwargs")(**kwargs)
         return gymnasium.make(name, disable_env_checker=True, **kwargs)

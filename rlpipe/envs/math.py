@@ -1,9 +1,9 @@
 """Single-turn reasoning tasks from reasoning-gym: one question, one answer, one score.
 
 Owns the set of questions. The instance "task:index" is a question of the data set `task`, made with seed
-`index`; "task@level:index" is one at a level of its curriculum. Held-out indices start at 0 for every seed of
-the run, training indices at (1 + seed) million; a training question that is also held out is skipped. The
-reward is the library's score, 0..1.
+`index`; "task@level:index" is a question at a level of the task's curriculum. Held-out indices start at 0 for
+every seed of the run, training indices at (1 + seed) million. A training question that is also held out is
+skipped. The reward is the library's score, 0..1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_reasoning(config: EnvConfig) -> None:
 
     for task in config.reasoning.tasks:
         if task not in DATASETS:
-            # Names that share a word help with a misspelt one.
+            # For a misspelt name, suggest names that share a word with it.
             similar = [name for name in sorted(DATASETS) if set(task.split("_")) & set(name.split("_"))]
             raise ValueError(
                 f"env.reasoning.tasks: reasoning-gym has no data set {task!r}. "
@@ -36,7 +36,7 @@ def check_reasoning(config: EnvConfig) -> None:
 
 
 def _check_options(task: str, options: Mapping[str, Any], config_class: Any) -> None:
-    """Check the parameters of a task against the class of its settings, and by its own rules."""
+    """Check the parameters of a task against the fields and the `validate` method of its config class."""
     where = f"env.reasoning.options.{task}"
     known = [field.name for field in fields(config_class) if field.name not in ("size", "seed")]
     for name in options:
@@ -50,7 +50,7 @@ def _check_options(task: str, options: Mapping[str, Any], config_class: Any) -> 
 
 
 def _check_level(task: str, options: Mapping[str, Any], level: int) -> None:
-    """Check that the curriculum of a task has a level, and that the level makes questions."""
+    """Check that the curriculum of a task has this level, and that the level generates questions."""
     from reasoning_gym.factory import CURRICULA, create_curriculum
 
     where = f"env.reasoning.levels has {level}"
@@ -70,13 +70,13 @@ def _check_level(task: str, options: Mapping[str, Any], level: int) -> None:
 
 
 def _validate(config: Any) -> None:
-    """Apply a data set's own rules; three of the library's have none."""
+    """Call `validate` of a data set's config; three configs of the library have no such method."""
     if hasattr(config, "validate"):
         config.validate()
 
 
 def _at_level(task: str, options: Mapping[str, Any], level: int) -> Any:
-    """Return the settings of a task at a level of its curriculum; what that leaves open is as in options."""
+    """Return the settings of a task at a curriculum level; `options` set what the level does not."""
     from reasoning_gym.factory import create_curriculum
 
     curriculum = create_curriculum(task)
@@ -89,7 +89,7 @@ class MathEpisode:
 
     def __init__(self, instance_id: str, system_prompt: str, options: Mapping[str, Any]) -> None:
         self._dataset, self._entry = _generate(instance_id, options)
-        self._task = instance_id.split(":")[0]  # with its level: the metrics tell levels apart
+        self._task = instance_id.split(":")[0]  # includes the level: each level has separate metrics
         self._system_prompt = system_prompt
 
     def messages(self) -> list[dict[str, str]]:
@@ -102,7 +102,8 @@ class MathEpisode:
     def step(self, action: str) -> StepResult:
         """Score the last <answer>...</answer> of the text; a text without one scores 0.
 
-        Some of the library's scorers raise on an answer they cannot read; that scores 0 and is recorded.
+        Some of the library's scorers raise on an answer that they cannot parse; the score is then 0, and the
+        error is recorded.
         """
         from reasoning_gym.utils import extract_answer
 
@@ -113,7 +114,7 @@ class MathEpisode:
         info = {"submitted": True, "answer": answer[:200]}
         try:
             score = float(self._dataset.score_answer(answer, self._entry))
-        except Exception as error:  # the scorers of 100 data sets raise all kinds
+        except Exception as error:  # the scorers of 100 data sets raise many kinds
             score, info["unreadable"] = 0.0, repr(error)[:200]
 
         return self._end(score, **info)
@@ -157,7 +158,7 @@ class MathSuite(SplitTable):
             held_out[split] = _ids(names, range(settings.held_out_size))
             stages.append(_ids(names, train_indices))
 
-        # Tasks with few variants repeat questions under other seeds; a held-out one must not be trained on.
+        # Tasks with few variants repeat a question for several seeds. Do not train on a held-out question.
         questions = {self._question(name) for names in held_out.values() for name in names}
         self._stages = [[name for name in stage if self._question(name) not in questions] for stage in stages]
         for stage, split in zip(self._stages, held_out, strict=True):
@@ -167,7 +168,7 @@ class MathSuite(SplitTable):
                     f"({split}): lower env.reasoning.held_out_size or choose tasks with more variety."
                 )
 
-        # The hardest held-out set is the primary one.
+        # The hardest held-out set comes first, so that it is the primary one.
         train = [name for stage in self._stages for name in stage]
         super().__init__({TRAIN: train} | dict(reversed(held_out.items())))
 
@@ -188,7 +189,7 @@ def _ids(tasks: Sequence[str], indices: range) -> list[str]:
 
 
 def _generate(instance_id: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a data set of one item, and the item. options: parameters of data sets, by task."""
+    """Return a data set with one item, and that item. options: parameters of the data sets, by task."""
     from reasoning_gym import create_dataset
 
     name, index = instance_id.split(":")

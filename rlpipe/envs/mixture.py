@@ -1,7 +1,7 @@
 """Several environments in one run: a suite that delegates to its members.
 
-Owns only names: an instance is "MEMBER/ID", a held-out set "MEMBER.SPLIT". Rewards, limits and data belong to
-the members. `loop.prompts` decides the order of their prompts, from `train_sets`.
+Owns only the names: an instance is "MEMBER/ID", a held-out set "MEMBER.SPLIT". The members own rewards,
+limits and data. `loop.prompts` decides the order of the prompts from `train_sets`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from rlpipe.envs.contract import step_of
 
 
 class MixtureSuite(SplitTable):
-    """A suite of members. members: share of the prompts and suite, by name; the first is primary."""
+    """A suite of several suites.
+
+    members: (share of the prompts, suite) of each member, by name; the first member is the primary one.
+    """
 
     def __init__(self, members: Mapping[str, tuple[float, Suite]]) -> None:
         self._shares = {name: share for name, (share, _) in members.items()}
@@ -45,12 +48,12 @@ class MixtureSuite(SplitTable):
             ids |= {f"{name}.{split}": _named(name, suite.instance_ids(split)) for split in suite.splits()}
         super().__init__(ids)
 
-        # Without it, the collector has nothing to call when a group is complete.
+        # The collector scores whole groups only if the attribute exists.
         if any(hasattr(suite, "score_group") for suite in self.members.values()):
             self.score_group = self._score_group
 
     def train_sets(self) -> list[tuple[float, list[list[str]]]]:
-        """Return share and training instances of each member, by the stages of its curriculum."""
+        """Return (share, training instances of each curriculum stage) of each member."""
         return [
             (self._shares[name], [_named(name, stage) for stage in train_stages(suite)])
             for name, suite in self.members.items()
@@ -73,18 +76,18 @@ class MixtureSuite(SplitTable):
         return num_players(self.members[name], own)
 
     def _score_group(self, instance_id: str, results: list[GroupMember]) -> Any:
-        """Return the rewards of siblings, by their member's function if it has one."""
+        """Return the rewards of a group, from the member's `score_group` if it has one."""
         name, _, own = instance_id.partition("/")
         score = getattr(self.members[name], "score_group", None)
         return score(own, results) if score else [result.reward for result in results]
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """Return (outcomes that were reused, outcomes in all), over all members."""
+        """Return (number of reused outcomes, number of all outcomes), summed over all members."""
         counts = [sandbox_counts(suite) for suite in self.members.values()]
         return sum(reused for reused, _ in counts), sum(total for _, total in counts)
 
     def _common_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools that the chat template shows. Raises ValueError when members' tools differ."""
+        """Return the tools that the chat template shows. Raises ValueError if the members' tools differ."""
         tools = {name: suite_tools(suite) for name, suite in self.members.items()}
         first, *others = tools.values()
         if any(other != first for other in others):
@@ -97,7 +100,7 @@ class MixtureSuite(SplitTable):
 
 
 class _Limited:
-    """An episode of a member that may take fewer turns than the mixture."""
+    """An episode of a member that allows fewer turns than the mixture."""
 
     def __init__(self, episode: Episode, turns: int) -> None:
         self._episode, self._left = episode, turns
@@ -123,7 +126,7 @@ class _Limited:
         return await ended if inspect.isawaitable(ended) else ended
 
     def _ended(self, returned: object) -> Any:
-        """Return the last step, with what `finish` adds when the member's turns are used up."""
+        """Return the last step; if the episode is not done, add the result of `finish`."""
         step = step_of(returned)
         if step.done:
             return step
@@ -135,7 +138,7 @@ class _Limited:
 
 
 class _LimitedGame:
-    """A game of a member that may take fewer turns than the mixture."""
+    """A game of a member that allows fewer turns than the mixture."""
 
     def __init__(self, game: Game, turns: int) -> None:
         self._game, self.seats = game, [_Limited(seat, turns) for seat in game.seats]

@@ -1,11 +1,11 @@
-"""Environments behind an OpenEnv server: `env=openenv env.openenv.url=http://127.0.0.1:8000`.
+"""Environments on an OpenEnv server: `env=openenv env.openenv.url=http://127.0.0.1:8000`.
 
     an episode: connect to /ws, reset(seed) -> observation, step(action) -> observation, reward, done
 
-Owns the client's side of OpenEnv's protocol (0.10), JSON over a WebSocket; OpenEnv's package is not needed.
-The server's `/schema` defines actions: an answer is the only required field, or, if there are several, a JSON
-object. An answer that the schema refuses is returned with the reason; any other failure of the server is an
-InfrastructureError.
+Implements the client of OpenEnv's protocol (0.10), JSON over a WebSocket, without OpenEnv's package. The
+server's `/schema` defines the action. If it has one required field, the model's answer is the value of that
+field; if it has several, the answer must be a JSON object. If the schema rejects an answer, the model reads
+the reason. Any other failure of the server is an InfrastructureError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpipe.envs.seeded import SeededSuite, opening, require
 
 
 def check_openenv(config: EnvConfig) -> None:
-    """Read the server's schema, and run the start of an episode. Raises ValueError."""
+    """Read the server's schema and start an episode. Raises ValueError if either fails."""
     require("websockets", extra="openenv")
     try:
         with closing(OpenEnvEpisode(config, _action_schema(config), 0)) as episode:
@@ -34,12 +34,15 @@ def check_openenv(config: EnvConfig) -> None:
 
 
 def make_openenv(config: EnvConfig, seed: int) -> SeededSuite:
-    """Make the suite of `env.openenv`. seed: of the run. Raises InfrastructureError without a server."""
+    """Make the suite that `env.openenv` configures. seed: the run's seed.
+
+    Raises InfrastructureError if the server cannot be reached.
+    """
     return SeededSuite(config, seed, partial(OpenEnvEpisode, config, _action_schema(config)))
 
 
 class OpenEnvEpisode:
-    """One session of the server."""
+    """One session on the server."""
 
     def __init__(self, config: EnvConfig, schema: dict[str, Any], seed: int) -> None:
         from websockets.sync.client import connect
@@ -55,7 +58,7 @@ class OpenEnvEpisode:
         try:
             opened = connect(url, open_timeout=config.openenv.timeout_s, max_size=None)
             self._socket = self._open.enter_context(opened)
-        except Exception as error:  # OSError, a timeout, a handshake that the server refuses
+        except Exception as error:  # OSError, a timeout, a rejected handshake
             raise InfrastructureError(f"env.openenv.url={config.openenv.url}: {described(error)}") from error
 
     def messages(self) -> list[dict[str, str]]:
@@ -68,7 +71,7 @@ class OpenEnvEpisode:
         try:
             sent = action.strip() if self._kind == "string" else json.loads(action)
             result = self._request("step", {self._field: sent} if self._field else sent)
-        except ValueError as refusal:  # no JSON, or not of the schema
+        except ValueError as refusal:  # the text is not JSON or does not match the schema
             limit = self._config.max_observation_chars
             return StepResult(observation=f"error: {refusal}"[:limit] + f"\n{self._hint}")
 
@@ -83,16 +86,16 @@ class OpenEnvEpisode:
         self._open.close()
 
     def _request(self, kind: str, data: object) -> dict[str, Any]:
-        """Send a message and return the answer. Raises ValueError when the server refuses the action."""
+        """Send a message and return the answer. Raises ValueError if the server rejects the action."""
         from websockets.exceptions import ConnectionClosed
 
         where = f"env.openenv.url={self._config.openenv.url}, {kind}"
         try:
-            # A server without a free session says so before it closes, perhaps before it is asked.
+            # A server without a free session sends an error and closes, perhaps before this request is sent.
             with suppress(ConnectionClosed):
                 self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(self._socket.recv(timeout=self._config.openenv.timeout_s))
-        except Exception as error:  # closed, timed out, no JSON
+        except Exception as error:  # the connection closed, it timed out, or the answer is not JSON
             raise InfrastructureError(f"{where}: {described(error)}") from error
 
         content = answer.get("data") or {}
@@ -103,7 +106,7 @@ class OpenEnvEpisode:
         raise InfrastructureError(f"{where}: {content.get('code')}: {content.get('message')}")
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        """Return the field that the settings name, the only one, or all as JSON."""
+        """Return the observation's field that the settings name, else its only field, else all as JSON."""
         shown = {name: value for name, value in observation.items() if name != "metadata"}
         only = next(iter(shown)) if len(shown) == 1 else ""
         value = shown.get(self._config.openenv.observation or only, shown)
@@ -111,10 +114,10 @@ class OpenEnvEpisode:
 
 
 def _action_schema(config: EnvConfig) -> dict[str, Any]:
-    """Read the JSON schema of an action. Raises InfrastructureError."""
+    """Read the JSON schema of an action from the server. Raises InfrastructureError if that fails."""
     url = f"{config.openenv.url.rstrip('/')}/schema"
     try:
         with urllib.request.urlopen(url, timeout=config.openenv.timeout_s) as answer:
             return {"properties": {}, "required": []} | json.load(answer)["action"]
-    except Exception as error:  # OSError, HTTP errors, another server's answer
+    except Exception as error:  # OSError, HTTP errors, or an answer that is not OpenEnv's
         raise InfrastructureError(f"{url}: {described(error)}") from error

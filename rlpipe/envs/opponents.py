@@ -1,4 +1,4 @@
-"""Opponents in games for two players: random legal moves, or a function of the user."""
+"""Opponents in two-player games: random legal moves, or a user's function."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _MOVES = re.compile(r"(?:available|valid|legal) (?:moves|actions)\b[^:\n]*:(.*)"
 
 
 def load_opponent(name: str, *, setting: str) -> Opponent | None:
-    """Return the opponent that a setting names; None for "". Raises ValueError."""
+    """Return the opponent that a setting names; None for "". Raises ValueError if it cannot be loaded."""
     if name in ("", "random"):
         return choose_at_random if name else None
     return load_function(name, setting=setting, takes="text, rng")
 
 
 def check_opponent(opponent: Opponent, text: str, where: str) -> None:
-    """Let an opponent move once. text: what it sees. Raises ValueError with file and line."""
+    """Let an opponent move once. text: the game's text. Raises ValueError with file and line if it fails."""
     call(where, _a_text, opponent, text, random.Random(0))
 
 
 def choose_at_random(text: str, rng: random.Random) -> str:
-    """Play any of the moves in brackets that the game listed last. Raises ValueError when it lists none.
+    """Return a random move from the last list of moves in brackets. Raises ValueError if there is none.
 
     >>> choose_at_random("Available Moves: '[3]'", random.Random(0))
     '[3]'

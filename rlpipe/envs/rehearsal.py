@@ -1,9 +1,9 @@
 """Rehearses a user's environment with random answers before anything is started.
 
-`contract` checks every value that the environment returns. A value that fails the check raises ValueError
-with the file and line that returned or raised it. If the environment raises `InfrastructureError`, its code
-is not at fault, and the rehearsal ends. The rehearsal runs in a thread, as rollouts do, so that code which
-works only in the main thread (signals) fails here already.
+`contract` checks every value that the environment returns. If a value fails the check, or the code raises, a
+ValueError names the file and line. If the environment raises `InfrastructureError`, its code is not the
+cause, and the rehearsal ends. The rehearsal runs in a thread, as rollouts do, so that code that works only in
+the main thread (such as signals) already fails here.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rlpipe.envs.contract import group_rewards, messages_of, step_of
 from rlpipe.envs.running import line_of_thread
 
 T = TypeVar("T")
-_LARGE = 10_000.0  # a reward beyond it is noted
-_SAY_S = 30.0  # between two lines about a call that takes long
+_LARGE = 10_000.0  # a larger reward gives a note
+_SAY_S = 30.0  # interval between progress lines on a slow call
 _WORDS = 8  # a random answer has fewer words than this
 
 
@@ -51,22 +51,22 @@ class Runner(Protocol):
 
 
 class Prompts(Protocol):
-    """The model's chat template and limits; `rlpipe.rollout.prompt_check` has them."""
+    """Checks prompts against the chat template and counts tokens; see `rlpipe.rollout.prompt_check`."""
 
     max_context: int
 
     def opening(self, messages: list[dict[str, Any]]) -> int:
-        """Return the tokens of opening messages. Raises ValueError when the template refuses them."""
+        """Return the number of tokens of opening messages. Raises ValueError if the template rejects them."""
         ...
 
     def observation(self, observation: Any) -> None:
-        """Raise ValueError when the template refuses an observation."""
+        """Raise ValueError if the template rejects an observation."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsed:
-    """Outcome of a rehearsal. steps: number of steps run. notes: allowed, but worth checking."""
+    """Outcome of a rehearsal. steps: number of steps run. notes: remarks on allowed but unusual values."""
 
     steps: int = 0
     notes: list[str] = field(default_factory=list)
@@ -83,11 +83,12 @@ def rehearse(
     prompts: Prompts | None = None,
     setting: str = "env.suite",
 ) -> Rehearsed:
-    """Run `episodes` of every split: each step, finish and close.
+    """Run `episodes` episodes of every split, and call `finish` and `close` of each.
 
-    name, setting: of the suite's maker, for messages. turns: maximum number in an episode (0: max_turns).
-    budget_s: seconds after which no further call is made (0: no limit). timeout_s: limit of a
-    call that has begun by then (0: none). prompts: renders what the model would read. Raises ValueError.
+    name, setting: value and name of the setting that selects the suite, for messages. turns: maximum number
+    of turns of an episode (0: max_turns). budget_s: seconds after which no new call starts (0: no limit).
+    timeout_s: time limit of a call that is running then (0: none). prompts: checks what the model would read.
+    Raises ValueError if a check fails.
     """
     turns = min(turns or suite.max_turns, suite.max_turns)
     end = time.monotonic() + budget_s if budget_s else float("inf")
@@ -118,7 +119,7 @@ class _Rehearsal:
         self._done = Rehearsed()
 
     def run(self, episodes: int) -> Rehearsed:
-        """Run episodes of every split until the time is over, or the infrastructure fails."""
+        """Run episodes of every split until the time is used up or the infrastructure fails."""
         try:
             for split in (TRAIN, *self._suite.splits()):
                 ids = list(self._suite.instance_ids(split))
@@ -130,9 +131,9 @@ class _Rehearsal:
         return self._done
 
     def _run_episode(self, instance: str) -> int:
-        """Run one episode until it is done, out of turns or out of time; return the tokens of its prompt.
+        """Run one episode until it is done, out of turns or out of time.
 
-        Returns 0 when there is no time for it, or nothing to count tokens with.
+        Returns the number of tokens of its prompt; 0 if the time is used up or there is no chat template.
         """
         if self._is_over():
             return 0
@@ -152,7 +153,7 @@ class _Rehearsal:
             opening = call_user(messages_of, episode.messages)
             tokens = call_user.check(self._prompts.opening, opening) if self._prompts else 0
 
-            # Answers from words of the question get further into the user's code than noise does.
+            # Random words of the question reach more of the user's code than random characters.
             vocabulary = " ".join(message["content"] for message in opening).split() or ["word"]
             done = False
             for _ in range(self._turns):
@@ -173,18 +174,18 @@ class _Rehearsal:
             if not done and (finish := getattr(episode, "finish", None)):
                 call_user(lambda returned: step_of(returned, last=True, rehearsed=True), finish)
         finally:
-            # An error of `close` must not hide the one that is on its way.
+            # An error in `close` must not replace an earlier one, so do not call it while one is raised.
             close = getattr(episode, "close", None)
             if close is not None and sys.exc_info()[0] is None:
                 call_user(_unchanged, close)
-        # Two siblings that did the same.
+        # Call `score_group` with two copies of this attempt.
         if score_group := getattr(self._suite, "score_group", None):
             member = GroupMember(text=(actions or [""])[-1], turns=actions, reward=reward, info=info)
             call_user(lambda returned: group_rewards(returned, 2), score_group, instance, [member] * 2)
         return tokens
 
     async def _run_game(self, game: Game) -> None:
-        """Run all seats of a game at once until it is done, or out of turns or time."""
+        """Run all seats of a game concurrently until it is done, or turns or time are used up."""
 
         async def play(seat: Episode) -> None:
             first = await _if_awaitable(seat.messages())
@@ -200,7 +201,7 @@ class _Rehearsal:
                 action = " ".join(self._random.choices(vocabulary, k=self._random.randrange(_WORDS)))
                 step = self._checked(await _if_awaitable(seat.step(action)))
                 self._done.steps += 1
-            # A seat that ends without its end would leave the others waiting.
+            # Always finish a seat: the other seats would wait for it forever.
             if not (step and step.done):
                 step_of(await _if_awaitable(finish_episode(seat)), last=True, rehearsed=True)
 
@@ -208,7 +209,7 @@ class _Rehearsal:
         await _if_awaitable(close_episode(game))
 
     def _checked(self, returned: object) -> StepResult:
-        """Return a checked result; a reward of unusual size is noted once."""
+        """Return a checked result; add a note for the first unusually large reward."""
         result = step_of(returned, rehearsed=True)
         if abs(result.reward or 0.0) > _LARGE and not any("rewards of" in note for note in self._done.notes):
             self._done.notes.append(
@@ -219,7 +220,7 @@ class _Rehearsal:
         return result
 
     def _check_lengths(self, split: str, lengths: list[int]) -> None:
-        """Refuse a split none of whose prompts fits into the context; note one of which some do not."""
+        """Raise ValueError if no prompt of a split fits into the context; add a note if some do not."""
         if self._prompts is None or not lengths:
             return
         limit = self._prompts.max_context
@@ -239,7 +240,7 @@ class _Rehearsal:
 
 
 class _Call:
-    """Calls user functions, names the location in messages, and awaits those that are `async def`."""
+    """Calls user functions, awaits `async def` ones, and adds the location to error messages."""
 
     def __init__(self, where: str, runner: asyncio.Runner) -> None:
         self._where, self._runner, self._location = where, runner, "?"
@@ -249,7 +250,7 @@ class _Call:
         return self.check(check, returned)
 
     def check(self, check: Callable[[Any], Any], returned: object) -> Any:
-        """Return a checked value; an error names the line that returned the last value of a call."""
+        """Return a checked value; an error names the line at which the last call returned."""
         return _checked(self._where, self._location, check, returned)
 
 
@@ -260,9 +261,9 @@ def call(
     *arguments: Any,
     runner: Runner | None = None,
 ) -> Any:
-    """Call a function of the user and return its checked result. Raises ValueError with file and line.
+    """Call a user's function and return its checked result. Raises ValueError with file and line.
 
-    runner: awaits the function's result, if that is allowed.
+    runner: awaits the result of an `async def` function; None if the function must not be async.
     """
     returned, location = _call(where, runner, function, *arguments)
     return _checked(where, location, check, returned)
@@ -278,18 +279,18 @@ def _checked(where: str, location: str, check: Callable[[Any], Any], returned: o
 def _call(
     where: str, runner: Runner | None, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Any, str]:
-    """Return what a user function returns, and the file and line that returned it."""
+    """Call a user's function; return its result, and the file and line of the return."""
     location = ["?"]
     coroutine: CodeType | None = None
     is_called = True
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        # A loop calls the frames of a coroutine, so they are known by their code.
+        # The event loop, not this function, calls the frame of a coroutine: identify it by its code object.
         is_user = frame.f_back is here if is_called else frame.f_code is coroutine
         if event == "return" and is_user:
             location[0] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    # Only a profile function sees which line of the user's function returned.
+    # Only a profile function can observe at which line the user's function returns.
     here, before = sys._getframe(), sys.getprofile()
     sys.setprofile(note)
     try:
@@ -300,7 +301,7 @@ def _call(
             returned = _awaited(returned, runner)
     except (InfrastructureError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # SystemExit too: an environment must not end the run
+    except BaseException as error:  # includes SystemExit: an environment must not end the run
         sys.setprofile(before)
         user = function.func if isinstance(function, partial) else function
         name = getattr(user, "__qualname__", str(user)).rpartition(".")[2]
@@ -314,7 +315,7 @@ def _call(
 
 
 def _awaited(awaitable: Awaitable[Any], runner: Runner | None) -> Any:
-    """Return the result of an `async def` function. Raises TypeError where there is no loop for it."""
+    """Return the result of an `async def` function. Raises TypeError if `runner` is None."""
     if runner is None:
         if inspect.iscoroutine(awaitable):
             awaitable.close()
@@ -335,9 +336,10 @@ def _unchanged(returned: T) -> T:
 
 
 def _in_thread(function: Callable[[], T], where: str, limit_s: float) -> T:
-    """Return the result of a function that runs in a thread, or raise its error.
+    """Run a function in a thread; return its result, or raise its error.
 
-    Reports its position at intervals. Raises ValueError when it has not returned after limit_s (0: none).
+    Prints at intervals which line is running. Raises ValueError if the function has not returned after
+    limit_s seconds (0: no limit).
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -3,9 +3,9 @@
     seat 0   messages -> step: move, then wait for the next turn -> step ...
     seat 1   messages: wait for the first turn --------------------> step: move, then wait ...
 
-A seat waits until `game.player` is its number or `game.done` is true; every move wakes all seats. Seats run
-in one event loop, so a game needs no lock. A limit that ends the trajectory of one seat ends the game for
-all, without a winner.
+A seat waits until `game.player` is its index or `game.done` is true; every move wakes all seats. All seats
+run in one event loop, so a game needs no lock. If a limit ends the trajectory of one seat, the game ends for
+all seats, without a winner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ MakeOpening = Callable[[str], list[dict[str, str]]]
 
 
 class TurnGame(Protocol):
-    """A game between two moves. player: who is next. text: what is new to that player. done: it is over."""
+    """State of a game between two moves.
+
+    player: index of the player who moves next. text: events that are new to that player. done: the game is
+    over.
+    """
 
     player: int
     text: str
@@ -33,12 +37,15 @@ class TurnGame(Protocol):
         ...
 
     def result(self, player: int) -> StepResult:
-        """Return the last result for a player of a finished game."""
+        """Return the final result of a player after the game has ended."""
         ...
 
 
 class OneSide:
-    """One side of a game, alone or against an opponent: an episode. seed: its parity decides who begins."""
+    """An episode for one side of a game, alone or against an opponent.
+
+    seed: its parity decides who begins.
+    """
 
     def __init__(self, game: TurnGame, opening: MakeOpening, opponent: Opponent | None, seed: int) -> None:
         self._game, self._opening, self._opponent = game, opening, opponent
@@ -68,23 +75,23 @@ class Seats:
 
     def __init__(self, game: TurnGame, players: int, opening: MakeOpening) -> None:
         self.game, self.opening, self.moved = game, opening, asyncio.Condition()
-        self.unfinished = False  # a limit ended it
+        self.unfinished = False  # whether a limit ended the game
         self.seats = [_Seat(self, number) for number in range(players)]
 
 
 class _Seat:
-    """One player. Its turn ends with a move and begins when the others have moved."""
+    """One player. Its turn begins when the others have moved and ends with its move."""
 
     def __init__(self, table: Seats, number: int) -> None:
         self._table, self._number = table, number
 
     async def messages(self) -> list[dict[str, str]] | StepResult:
-        """Return what the player reads first, or the end of a game that is over before its first turn."""
+        """Return the opening messages; if the game ends before the player's first turn, return the result."""
         end = await self._next_turn()
         return end or self._table.opening(self._table.game.text)
 
     async def step(self, action: str) -> StepResult:
-        """Move, and return what is new at the next turn."""
+        """Move, wait for the next turn, and return the events since the move."""
         self._table.game.move(action)
         await self._wake_all()
         return await self._next_turn() or StepResult(observation=self._table.game.text)
@@ -96,7 +103,7 @@ class _Seat:
         return StepResult(done=True, reward=0.0)
 
     async def _next_turn(self) -> StepResult | None:
-        """Wait for a turn; return the end of the game when there is none."""
+        """Wait for this player's turn and return None; return the result if the game ends first."""
         table = self._table
         async with table.moved:
             await table.moved.wait_for(

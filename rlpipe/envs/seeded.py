@@ -1,6 +1,7 @@
-"""Shared parts of environments with seeds as instances: ids, splits, a suite, random state, extras.
+"""Shared parts of environments in which an instance is a seed: ids, splits, a suite, random state, extras.
 
-Held-out seeds start at 0 for every seed of the run, training seeds at (1 + seed) million, so none is in both.
+Held-out seeds start at 0 for every seed of the run, and training seeds at (1 + seed) million, so the two sets
+never overlap.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from rlpipe.envs.base import TRAIN, SplitTable
 
 
 def seed_splits(config: EnvConfig, seed: int) -> dict[str, list[str]]:
-    """Return the ids "seed:N" of `train` and `held_out`. seed: of the run."""
+    """Return the ids "seed:N" of `train` and `held_out`. seed: the run's seed."""
     first = (1 + seed) * INDEX_STRIDE
     seeds = {TRAIN: range(first, first + config.train_size), "held_out": range(config.held_out_size)}
     return {split: [f"seed:{number}" for number in numbers] for split, numbers in seeds.items()}
 
 
 def seed_of(instance_id: str) -> int:
-    """Return the seed of an id.
+    """Return the seed in an instance id.
 
     >>> seed_of("seed:3")
     3
@@ -35,17 +36,17 @@ class SeededSuite(SplitTable):
     """A suite that makes an episode from a seed. Splits: `train` and `held_out`."""
 
     def __init__(self, config: EnvConfig, seed: int, make: Callable[[int], Any]) -> None:
-        """seed: of the run. make: returns a fresh attempt at the instance of a seed."""
+        """seed: the run's seed. make: function that returns a new episode for an instance's seed."""
         super().__init__(seed_splits(config, seed))
         self.max_turns, self._make = config.max_turns, make
 
     def episode(self, instance_id: str) -> Any:
-        """Start a fresh attempt."""
+        """Start a new attempt at an instance."""
         return self._make(seed_of(instance_id))
 
 
 class Luck:
-    """The state of Python's global random generator, kept separately for one game."""
+    """A separate state of Python's global random generator for one game."""
 
     _lock = threading.Lock()
 
@@ -53,7 +54,7 @@ class Luck:
         self._state = random.Random(seed).getstate()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the game with its state of the generator, and restore the previous state."""
+        """Call a function with the game's random state, and restore the previous state afterwards."""
         with self._lock:
             before = random.getstate()
             random.setstate(self._state)
@@ -71,7 +72,7 @@ def opening(config: EnvConfig, text: str) -> list[dict[str, str]]:
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ValueError, with the command that installs it, when the package of an adapter is missing."""
+    """Raise ValueError with the installation command if a package that an environment needs is missing."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f"env={extra} needs the package {package}, which is not installed: "

@@ -1,7 +1,7 @@
 """Injected slowness: some episodes of a suite wait before they answer an action.
 
-Wraps any suite and keeps its contract. Which episodes are slow depends only on the run's seed, the instance
-and the number of the attempt, so a run with the same seed repeats them.
+Wraps any suite without changing its interface. Which episodes are slow depends only on the run's seed, the
+instance and the index of the attempt, so runs with the same seed have the same slow episodes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class SlowSuite:
     """A suite in which some episodes wait before they answer an action."""
 
     def __init__(self, suite: Suite, config: InjectionConfig, seed: int) -> None:
-        """seed: of the run; with the instance and the number of its attempt it decides what is slow."""
+        """seed: the run's seed, which with instance and attempt determines which episodes are slow."""
         self._suite, self._config, self._seed = suite, config, seed
         self._attempts: Counter[str] = Counter()
         self._counting = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the suite, optional ones such as `tools` included."""
+        """Return any other attribute of the suite, including optional ones such as `tools`."""
         return getattr(self._suite, name)
 
     def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode:

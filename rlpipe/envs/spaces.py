@@ -2,10 +2,11 @@
 
     describe(space)           what an answer must be         "one of left, down, right, up"
     to_text(space, value)     an observation                 "3", "0.12 -1.5", "cards: 17"
-    to_action(space, text)    an action; ValueError, with what to answer instead, when the text names none
+    to_action(space, text)    an action; a ValueError with the expected format when the text names none
 
-Owns Discrete (by name where names are known), MultiDiscrete, MultiBinary, small Box, Text, and Dict and Tuple
-of those, nested or not: one line for each. Imports no Gymnasium: the name of its class identifies the space.
+Supports Discrete (by name where names are known), MultiDiscrete, MultiBinary, small Box and Text. Also
+supports Dict and Tuple of these spaces, nested or not; each part has one line. Gymnasium is not imported: the
+class name of a space identifies its type.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-MAX_NUMBERS = 64  # of a Box or MultiDiscrete: more is an image or a feature vector, which no model reads
-# Names that Gymnasium's documents give the actions.
+MAX_NUMBERS = 64  # maximum size of a Box or MultiDiscrete; larger ones are images or feature vectors
+# Names of the actions in Gymnasium's documentation.
 ACTION_NAMES = {
     "FrozenLake": ("left", "down", "right", "up"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -29,7 +30,10 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def check_space(space: Any, where: str) -> None:
-    """Raise ValueError for a space that has no text. where: "observation" or "action", for the message."""
+    """Raise ValueError for a space that has no text format.
+
+    where: "observation" or "action", for the message.
+    """
     for _, part, _ in _parts(space):
         if _kind(part) not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
             raise ValueError(f"its {where} space is {part}, which has no text: wrap it in one that has.")
@@ -41,9 +45,10 @@ def check_space(space: Any, where: str) -> None:
 
 
 def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
-    """Return the names of a Discrete space's actions: those given, the environment's, or known ones.
+    """Return names for the actions of a Discrete space; empty if there are none.
 
-    Empty if there are none. Raises ValueError if the number of given names differs from that of actions.
+    Uses `given` if not empty, else the environment's names, else known names. Raises ValueError if the number
+    of given names is not the number of actions.
     """
     size = getattr(env.action_space, "n", 0)
     if given and len(given) != size:
@@ -55,12 +60,12 @@ def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
 
 
 def describe(space: Any, names: Sequence[str] = ()) -> str:
-    """Say what an answer must be. names: of the actions of a Discrete space, in order."""
+    """Describe the expected format of an answer. names: names of a Discrete space's actions, in order."""
     return ", then ".join(label + _described(part, names) for label, part, _ in _parts(space))
 
 
 def to_text(space: Any, value: object) -> str:
-    """Write an observation: numbers with four digits, the parts of a Dict or Tuple on lines of their own."""
+    """Format an observation: numbers with four digits, each part of a Dict or Tuple on a separate line."""
     return "\n".join(
         label + (part if isinstance(part, str) else " ".join(f"{number:.4g}" for number in np.ravel(part)))
         for label, _, part in _parts(space, value)
@@ -68,7 +73,7 @@ def to_text(space: Any, value: object) -> str:
 
 
 def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
-    """Return the action that an answer names. Raises ValueError, a text for the model, when it names none."""
+    """Return the action that an answer names. If it names none, raise ValueError with a text for the model."""
     parts = _parts(space)
     lines = [line.strip() for line in text.splitlines() if line.strip()] if len(parts) > 1 else [text]
     if len(lines) != len(parts):
@@ -78,7 +83,7 @@ def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
 
 
 def _action(space: Any, lines: Iterator[str], names: Sequence[str]) -> Any:
-    """Return the action that the next lines name, one for each part. Raises ValueError."""
+    """Parse an action from the next lines, one line per part. Raises ValueError if a line names none."""
     if _kind(space) == "Dict":
         return {key: _action(part, lines, names) for key, part in space.spaces.items()}
     if _kind(space) == "Tuple":
@@ -91,7 +96,7 @@ def _action(space: Any, lines: Iterator[str], names: Sequence[str]) -> Any:
         action = _named(text, names, space)
     elif len(numbers := [float(number) for number in _NUMBER.findall(text)]) == np.prod(space.shape):
         wanted = np.array(numbers).reshape(space.shape)
-        # 1.7 is not an integer, and 300 is not a byte: a conversion must not make another action of them.
+        # Reject values that the dtype would change: 1.7 is not an integer, and 300 is not a byte.
         action = same if np.allclose(same := wanted.astype(space.dtype), wanted) else None
 
     if action is None or action not in space:
@@ -100,7 +105,10 @@ def _action(space: Any, lines: Iterator[str], names: Sequence[str]) -> Any:
 
 
 def _named(text: str, names: Sequence[str], space: Any) -> np.int64 | None:
-    """Return the one action whose name, or number when there are no names, is in the text as a word."""
+    """Return the action named in the text as a separate word; None unless exactly one is named.
+
+    Without names, the words are the actions' numbers.
+    """
     words = names or [str(number) for number in range(space.start, space.start + space.n)]
     lowered = [word.lower() for word in words]
     any_word = "|".join(map(re.escape, lowered))
@@ -109,7 +117,7 @@ def _named(text: str, names: Sequence[str], space: Any) -> np.int64 | None:
 
 
 def _described(space: Any, names: Sequence[str]) -> str:
-    """Say what the answer to one part must be."""
+    """Describe the expected answer for a space that has a single part."""
     if names:
         return f"one of {', '.join(names)}"
     if _kind(space) == "Text":

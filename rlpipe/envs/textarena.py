@@ -2,11 +2,11 @@
 
     the model's turn -> game -> the opponent's turns -> game -> what the model sees next
 
-The first message has the rules and the game before the model's first turn; later messages report the events
-since. The reward is the game's reward for the model's side; a game that refuses a turn either allows another
-one or is lost. The seed, which is the instance, determines the random choices of game and opponent, and its
-parity determines who begins. In self-play the attempts at an instance play in pairs, each with a trajectory
-and a reward (`envs.seats`).
+The first message has the rules and the events before the model's first turn; each later message has the
+events since the last turn. The reward is the game's reward for the model's side. After an invalid move, the
+game either allows another move or is lost. An instance is a seed: it determines the random choices of game
+and opponent, and its parity determines who begins. In self-play, the attempts at an instance play in pairs;
+each attempt has a trajectory and a reward (`envs.seats`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTING = "env.textarena.opponent"
 
 
 def check_textarena(config: EnvConfig) -> None:
-    """Start a game, with a turn of the opponent. Raises ValueError."""
+    """Start a game and let the opponent move once. Raises ValueError if either fails."""
     require("textarena", extra="textarena")
     game = TextArenaGame(config, 0)
     if opponent := load_opponent(config.textarena.opponent, setting=SETTING):
@@ -33,7 +33,7 @@ def check_textarena(config: EnvConfig) -> None:
 
 
 class TextArenaSuite(SeededSuite):
-    """Games by seed. With self-play, training games are between the policy and itself."""
+    """Games, one for each seed. With self-play, the policy plays training games against itself."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
         super().__init__(config, seed, partial(TextArenaGame, config))
@@ -41,7 +41,7 @@ class TextArenaSuite(SeededSuite):
         self._opponent = load_opponent(config.textarena.opponent, setting=SETTING)
 
     def players(self, instance_id: str) -> int:
-        """Return how many attempts take part in a game; held-out games are always against the opponent."""
+        """Return the number of attempts in a game; held-out games are always against the opponent."""
         return 2 if self._self_play and seed_of(instance_id) >= INDEX_STRIDE else 1
 
     def episode(self, instance_id: str) -> OneSide | Seats:
@@ -61,7 +61,7 @@ class TextArenaGame:
         try:
             self._game = _make_game(config)
             self._luck.call(self._game.reset, num_players=players, seed=seed)
-        except Exception as error:  # bad kwargs, an assertion about players, a word list that is not there
+        except Exception as error:  # bad kwargs, a failed assertion on players, a missing word list
             reason = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip(" .")
             where = f"env.textarena.id={config.textarena.id!r}, kwargs={config.textarena.kwargs}"
             who = f"{players} player(s), as {SETTING}={config.textarena.opponent!r}"
@@ -75,20 +75,20 @@ class TextArenaGame:
             self._read()
 
     def result(self, player: int) -> StepResult:
-        """Return the end of the game for a player."""
+        """Return a player's final result."""
         rewards, ended = self._game.close()
         info = {"invalid_move": float(ended[player]["invalid_move"]), "submitted": True}
         return StepResult(done=True, reward=rewards[player], info=info)
 
     def _read(self) -> None:
-        """Take what is new to the player whose turn it is, own moves left out."""
+        """Read the new events for the player whose turn it is, without that player's own moves."""
         self.player, news = self._game.get_observation()
         shown = ((f"[Player {sender}] " if sender >= 0 else "", text) for sender, text, _ in news)
         self.text = "\n".join(name + text for name, text in shown if name != f"[Player {self.player}] ")
 
 
 def _make_game(config: EnvConfig) -> Any:
-    """Make a game that shows each player what is new. Raises ValueError for an unknown id."""
+    """Make a game that shows each player only the new events. Raises ValueError for an unknown id."""
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
 
@@ -99,7 +99,7 @@ def _make_game(config: EnvConfig) -> Any:
         )
     game = textarena.make(name, **config.textarena.kwargs)
 
-    # Wrappers of observations repeat the game so far each turn, which a conversation has already.
+    # Observation wrappers repeat the whole game each turn; the conversation already has it, so remove them.
     while isinstance(game, textarena.Wrapper):
         game = game.env
     for wrapper in ENV_REGISTRY[name].default_wrappers or ():

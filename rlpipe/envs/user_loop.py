@@ -1,8 +1,8 @@
 """The event loop in which `async def` methods of environments run, in a separate thread.
 
-A coroutine that never yields blocks only this loop, never the one that talks to the engine. Flow: a caller in
-another loop awaits `result_of`, whose cancellation cancels the coroutine; a caller in a thread waits in
-`run`.
+A coroutine that never yields blocks only this loop, never the loop that serves the engine. Flow: a caller in
+another loop awaits `result_of`; if that is cancelled, the coroutine is cancelled too. A caller in a thread
+blocks in `run`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
-_CLOSING_S = 2.0  # for coroutines to end after they were cancelled
+_CLOSING_S = 2.0  # time limit for cancelled coroutines to end
 
 
 class UserLoop:
-    """Runs awaitables that user code returns. thread: starts with the first one, None before."""
+    """Runs awaitables that user code returns. thread: None until the first awaitable starts it."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -27,15 +27,15 @@ class UserLoop:
         self._starting = threading.Lock()
 
     async def result_of(self, awaitable: Awaitable[T]) -> T:
-        """Await in the thread of this loop, and return the result."""
+        """Await `awaitable` in this loop's thread; return its result. For callers in another event loop."""
         return await asyncio.wrap_future(self._submit(awaitable))
 
     def run(self, coro: Awaitable[T]) -> T:
-        """Await in the thread of this loop, from any thread without a loop, and return the result."""
+        """Await `coro` in this loop's thread; return its result. For callers in a thread without a loop."""
         return self._submit(coro).result()
 
     def _submit(self, awaitable: Awaitable[T]) -> Future[T]:
-        # Several threads may bring the first one.
+        # Several threads may submit the first awaitable at the same time.
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -44,7 +44,7 @@ class UserLoop:
             return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
 
     async def close(self) -> None:
-        """Cancel running coroutines and end the thread; a coroutine that never yields is left behind."""
+        """Cancel running coroutines and end the thread; a coroutine that never yields keeps its thread."""
         loop, self._loop = self._loop, None
         if loop is None:
             return

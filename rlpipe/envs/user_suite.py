@@ -1,7 +1,7 @@
-"""A suite outside the package: imported by name, made, and checked before any episode starts.
+"""A user's suite: imported by name, made, and checked before any episode starts.
 
-`env.suite` names a function that makes a suite, or a class with only `messages` and `step`, of which
-`ClassSuite` makes an episode for each seed.
+`env.suite` names a function that makes a suite, or an episode class with only `messages` and `step`; in that
+case `ClassSuite` makes an episode for each seed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
 
 
 class ClassSuite(SplitTable):
-    """A suite made from a class of episodes; the instance "seed:N" is the seed N.
+    """A suite made from an episode class; the instance "seed:N" has the seed N.
 
-    Siblings have the same seed, so that they can be compared. The constructor may have any of the parameters
-    `seed`, `attempt` (0 to group_size - 1), `instance_id` and `options`. A class may have `max_turns`,
-    `tools` and a
-    static method `score_group`.
+    All attempts of a group have the same seed, so that they can be compared. The constructor may have any of
+    the parameters `seed`, `attempt` (0 to group_size - 1), `instance_id` and `options`. The class may have
+    `max_turns`, `tools` and a static method `score_group`.
     """
 
     def __init__(self, made: type[Episode], config: EnvConfig, seed: int) -> None:
@@ -48,7 +47,7 @@ class ClassSuite(SplitTable):
             self.score_group = score_group
 
     def episode(self, instance_id: str, attempt: int = 0) -> Episode:
-        """Make an object of the class."""
+        """Make an instance of the episode class."""
         arguments = {
             "seed": seed_of(instance_id),
             "attempt": attempt,
@@ -60,7 +59,7 @@ class ClassSuite(SplitTable):
 
 @contextmanager
 def _reported_if_slow(where: str) -> Iterator[None]:
-    """Print a line when making a suite takes long, since every rollout worker makes it again."""
+    """Print a line if making a suite takes long, since every rollout worker also makes it."""
     text = f"rlpipe: making {where}, which each rollout worker does as well ({_SLOW_S:.0f} s so far)"
     timer = threading.Timer(_SLOW_S, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
@@ -72,13 +71,13 @@ def _reported_if_slow(where: str) -> Iterator[None]:
 
 
 def _is_episode_class(made: object) -> bool:
-    """Whether it is a class of the short form: of episodes, not of suites."""
+    """Return whether a class is an episode class rather than a suite."""
     has = [callable(getattr(made, name, None)) for name in ("messages", "step")]
     return isinstance(made, type) and all(has) and not hasattr(made, "splits")
 
 
 def make_user_suite(config: EnvConfig, seed: int) -> Suite:
-    """Make the suite that `env.suite` names. Raises ValueError for something else, or an empty split."""
+    """Make the suite that `env.suite` names. Raises ValueError if it is not a suite or a split is empty."""
     where = f"env.suite={config.suite!r}"
     maker = load_suite_maker(config.suite)
     if _is_episode_class(maker):
@@ -87,7 +86,7 @@ def make_user_suite(config: EnvConfig, seed: int) -> Suite:
         with _reported_if_slow(where):
             suite = call(where, lambda made: made, maker, config, seed)
 
-    # The user's class need not derive from `Suite`: its attributes are checked one by one.
+    # The user's class need not derive from `Suite`, so check its attributes one by one.
     missing = [name for name in METHODS if not callable(getattr(suite, name, None))]
     if missing or not isinstance(getattr(suite, "max_turns", None), int) or suite.max_turns < 1:
         raise ValueError(
@@ -108,7 +107,7 @@ def make_user_suite(config: EnvConfig, seed: int) -> Suite:
 
 
 def _check_ids(where: str, suite: Suite, splits: Sequence[str]) -> None:
-    """Refuse ids that are missing, repeated, in training and held out, or others at the next call."""
+    """Raise ValueError if ids are missing, repeated, in both training and held-out sets, or not stable."""
     trained = set(suite.instance_ids(TRAIN))
     for split in (TRAIN, *splits):
         ids = list(suite.instance_ids(split))
@@ -137,7 +136,7 @@ def _check_ids(where: str, suite: Suite, splits: Sequence[str]) -> None:
 
 
 def _names(method: str, returned: Any) -> Sequence[str]:
-    """Return a sequence of strings. Raises ValueError for anything else."""
+    """Return the value of a method if it is a sequence of strings. Raises ValueError otherwise."""
     is_list = isinstance(returned, Sequence) and not isinstance(returned, str)
     if not is_list or not all(isinstance(name, str) for name in returned):
         raise ValueError(f"{method} returned {shown(returned)}: return a list of strings.")

@@ -1,1 +1,1 @@
-"""Agents: programs that talk to the model by themselves. `suite` is the environment, `program` runs them."""
+"""Agents: programs that call the model themselves. `suite` is the environment; `program` runs the agents."""

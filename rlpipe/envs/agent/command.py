@@ -1,10 +1,11 @@
-"""Runs an agent that is a command in the project's sandbox, with one address to call: its endpoint.
+"""Runs an agent command in rlpipe's sandbox, where only one network address can be reached: its endpoint.
 
-    sandbox: starts as _START -> listens at the endpoint's port in its own network -> becomes the command
-    this process: gets that listening socket -> the endpoint answers there, so nothing else can be reached
+    sandbox: runs _START -> listens at the endpoint's port in its private network -> executes the command
+    this process: receives the listening socket -> the endpoint answers there
 
-Owns the command's view: /usr, its virtual environment and its files, all read-only, the task, and a work
-tree. Nothing that grades it is visible, and every process that it started has ended before it is graded.
+Owns what the command can see: /usr, its virtual environment and its files, all read-only, the task, and a
+work tree. The command cannot see any file that grades it. Every process that it started has ended before it
+is graded.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from rlpipe.envs.sandbox import CommandResult, check_sandbox
 from rlpipe.envs.sandbox.tree import Entry, File, Tree, TreeLimits, TreeTooLarge, read_tree
 from rlpipe.envs.sandbox.visible import environment_of
 
-FILES = "/agent"  # where the sandbox has the agent's files and the task
-_MAX_OUTPUT = 1 << 20  # bytes of standard output, and of errors, that are read; the rest is dropped
-_MAX_ERRORS = 2000  # characters of its standard error in a message
+FILES = "/agent"  # folder in the sandbox with the agent's files and the task
+_MAX_OUTPUT = 1 << 20  # maximum number of bytes read from stdout and from stderr; later bytes are dropped
+_MAX_ERRORS = 2000  # maximum number of characters of stderr in a message
 _DAY = 86400.0
-_TICK_S = 1.0  # between two looks at an agent, of which many run for long
-_LISTENS_S = 60.0  # for a sandbox to start
+_TICK_S = 1.0  # polling interval; long, because many agents run at the same time
+_LISTENS_S = 60.0  # time limit for a sandbox to start
 _PATH = "/usr/local/bin:/usr/bin:/bin"
-# Standard input: what to do. Descriptors: of the socket for the listener, of standard output and of errors.
+# Program that starts in the sandbox. Standard input is a JSON object; its "descriptors" are the socket over
+# which to send the listener, stdout and stderr.
 _START = """\
 import json, os, socket, sys
 order = json.load(sys.stdin)
@@ -54,7 +56,7 @@ os.closerange(3, 256)
 os.environ.update(order["variables"])
 os.execvp(order["words"][0], order["words"])
 """
-# An agent waits for the model most of the time, so there are as many threads as attempts.
+# An agent waits for the model most of the time, so each attempt can have a thread.
 _threads = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="agent")
 
 
@@ -76,7 +78,7 @@ class SandboxedCommand:
         except ValueError as error:
             raise ValueError(f"{self._where} is not a valid command line: {error}.") from None
 
-        # `python` is the one that has rlpipe's packages, whatever environment is active.
+        # `python` means the interpreter that runs rlpipe, whatever environment is active.
         is_python = words[0] in ("python", "python3")
         found = sys.executable if is_python else shutil.which(words[0])
         if found is None:
@@ -87,7 +89,7 @@ class SandboxedCommand:
         program = Path(found).absolute()
         self._shown, self._secret = environment_of(program), secret
 
-        # Files that the command line names are copied, as those of `env.agent.files`.
+        # Files that the command line names are copied, like the files in `env.agent.files`.
         named = [word for word in words[1:] if Path(word).is_file()]
         paths = [Path(name).expanduser().resolve() for name in (*named, *config.agent.files)]
         for path, grading in ((path, each) for path in paths for each in secret):
@@ -119,17 +121,17 @@ class SandboxedCommand:
             )
 
     async def __call__(self, address: AgentAddress, task: dict[str, Any]) -> str | None:
-        """Run it to its end; return what it printed, None for nothing."""
+        """Run the command until it ends; return its output, or None if it is empty."""
         answer, _ = await self.run_on({}, address, task)
         return answer
 
     async def run_on(
         self, tree: Tree, address: AgentAddress, task: dict[str, Any]
     ) -> tuple[str | None, Tree]:
-        """Run the command in a work tree; return its output, and the tree that it leaves.
+        """Run the command in a work tree; return its output and the tree as the command left it.
 
-        Raises RuntimeError, with the end of its error output, if it fails; InfrastructureError if the sandbox
-        does.
+        Raises RuntimeError with the end of stderr if the command fails, and InfrastructureError if the
+        sandbox fails.
         """
         over, loop = threading.Event(), asyncio.get_running_loop()
         with contextlib.ExitStack() as parent_ends, contextlib.ExitStack() as child_ends:
@@ -149,7 +151,7 @@ class SandboxedCommand:
                 await _attached(channel, address, run)
                 result, left = await asyncio.shield(run)
             finally:
-                # Also when the caller left: whatever it started ends with it.
+                # If the caller was cancelled, stop the command too.
                 over.set()
                 await asyncio.wait([run])
                 child_ends.close()
@@ -158,7 +160,7 @@ class SandboxedCommand:
         if result.exit_code:
             why = f" ({result.exceeded})" if result.exceeded else ""
             error_text = error_text.strip() or result.output.strip()
-            last = error_text.rpartition("\n")[2]  # of a traceback, the error; messages are cut at their end
+            last = error_text.rpartition("\n")[2]  # first, as long messages are cut at the end
             raise RuntimeError(
                 f"{self._words[0]} ended with status {result.exit_code}{why}: {last}\n"
                 f"{error_text[-_MAX_ERRORS:]}"
@@ -168,7 +170,7 @@ class SandboxedCommand:
     def _run(
         self, tree: Tree, task: dict[str, Any], order: dict[str, Any], over: threading.Event
     ) -> tuple[CommandResult, Tree]:
-        """Have the sandbox run it, in a thread."""
+        """Run the command in the sandbox; blocks, so it is called in a thread."""
         try:
             box = self._box(tree, {"task.json": File(json.dumps(task, default=str).encode())})
             try:
@@ -199,7 +201,7 @@ class SandboxedCommand:
         )
 
     def _variables(self, address: AgentAddress) -> dict[str, str]:
-        """Return the environment variables by which clients find the endpoint."""
+        """Return the environment variables that give clients the endpoint, the key and the task."""
         root_url = f"http://127.0.0.1:{urlsplit(address.root_url).port}"
         return {
             "OPENAI_BASE_URL": f"{root_url}/v1",
@@ -212,7 +214,7 @@ class SandboxedCommand:
 
 
 async def _attached(channel: socket.socket, address: AgentAddress, run: asyncio.Future[Any]) -> None:
-    """Have the endpoint answer at the listening socket that the sandbox sends, unless that ends before."""
+    """Let the endpoint answer at the listening socket that the sandbox sends; return if it sends none."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     loop.add_reader(channel, lambda: ready.done() or ready.set_result(None))
@@ -228,7 +230,7 @@ async def _attached(channel: socket.socket, address: AgentAddress, run: asyncio.
 
 
 class _Pipe:
-    """A pipe whose first megabyte is read as text; `write` is the other end."""
+    """A pipe that reads at most 1 MiB as text; `write` is the descriptor to write to."""
 
     def __init__(self, parent_ends: contextlib.ExitStack, child_ends: contextlib.ExitStack) -> None:
         read, self.write = os.pipe()
@@ -236,7 +238,7 @@ class _Pipe:
         child_ends.callback(os.close, self.write)
 
     async def text(self) -> str:
-        """Read it to its end."""
+        """Read the pipe until it is closed; return the text."""
         reader, kept = asyncio.StreamReader(), bytearray()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._read)
@@ -247,7 +249,10 @@ class _Pipe:
 
 
 def _tree_of(paths: Sequence[Path], config: EnvConfig) -> dict[str, Entry]:
-    """Return files and folders of this machine as a tree, each by its last name. Raises ValueError."""
+    """Read files and folders of this machine into one tree, each under its base name.
+
+    Raises ValueError for a path that does not exist or is too large.
+    """
     tree: dict[str, Entry] = {}
     limits = TreeLimits(max_bytes=config.sandbox.tree_mb << 20, max_entries=config.sandbox.tree_files)
     for path in paths:

@@ -1,7 +1,7 @@
-"""Runs an agent on one task: a command in the sandbox (`command`), or a function of this process.
+"""Runs an agent on one task: a command in the sandbox (`command`), or a function in this process.
 
 Owns the input of a function (base URL, key, task) and its answer. A function runs with the user's rights and
-could read its grader, so it is for trusted code that does not execute what a model writes.
+could read its grader. Use it only for trusted code that does not execute what a model writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = ("base_url", "api_key", "task", "root_url")
 
 
 def load_agent(config: EnvConfig, secret: Sequence[Path] = ()) -> Program:
-    """Return the program that `env.agent.run` names. Raises ValueError if it is not a program, or cannot run.
+    """Return the agent that `env.agent.run` names. Raises ValueError if it does not exist or cannot run.
 
     secret: files that a command must not read.
     """
@@ -39,7 +39,7 @@ def load_agent(config: EnvConfig, secret: Sequence[Path] = ()) -> Program:
 
 
 class _Function:
-    """An agent that is a function of this process."""
+    """An agent that is a Python function and runs in this process."""
 
     def __init__(self, function: Callable[..., Any], where: str) -> None:
         self._function, self._where = function, where
@@ -52,7 +52,7 @@ class _Function:
             ) from None
 
     def __call__(self, address: AgentAddress, task: dict[str, Any]) -> str | Awaitable[str | None] | None:
-        """Call it; return its answer, or what to await for it."""
+        """Call the function; return its answer, or an awaitable of the answer if it is async."""
         arguments = {
             "base_url": f"{address.root_url}/v1",
             "api_key": address.api_key,

@@ -2,8 +2,9 @@
 
     run_agent(address) -> the agent calls the endpoint until it is done -> answer --step--> reward
 
-An instance is a row, and its answer is scored, as in the environment `function`. The agent gets the prompt
-and the columns of the row except those that the reward reads, so it does not see the right answer.
+As in the environment `function`, an instance is a row, and reward functions score the answer. The agent gets
+the prompt and the columns of the row, except the columns that the reward reads, so it does not see the right
+answer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _GRADING = ("reward_model", "extra_info")  # columns of verl's layout that hold 
 
 
 def grading_files(config: EnvConfig) -> list[Path]:
-    """Return the files that grade an agent: its rows, and those with its reward functions."""
+    """Return the files that grade an agent: the data sets and the files with the reward functions."""
     data, reward = config.function.data, config.function.reward
     names = [data.train, data.held_out_name]
     names += [one.name.rpartition(":")[0] for one in weighted_rewards(reward)] if reward else []
@@ -32,7 +33,7 @@ def grading_files(config: EnvConfig) -> list[Path]:
 
 
 class AgentEpisode(FunctionEpisode):
-    """One attempt of an agent; the Protocol is `rlpipe.envs.base.AgentEpisode`."""
+    """One attempt of an agent; implements `rlpipe.envs.base.AgentEpisode`."""
 
     def __init__(
         self,
@@ -47,14 +48,14 @@ class AgentEpisode(FunctionEpisode):
         self._program, self._task = program, task
 
     def run_agent(self, address: AgentAddress) -> str | Awaitable[str | None] | None:
-        """Let the agent work on the task; return its answer."""
+        """Run the agent on the task; return its answer."""
         return self._program(address, self._task)
 
 
 class AgentSuite(FunctionSuite):
-    """The rows of a data set. Splits: `train` and `held_out`. Raises ValueError.
+    """A suite of the rows of a data set. Splits: `train` and `held_out`.
 
-    max_turns: turns of the model in one attempt.
+    max_turns: maximum number of turns of the model in one attempt. Raises ValueError for wrong settings.
     """
 
     def __init__(self, config: EnvConfig) -> None:
@@ -69,7 +70,7 @@ class AgentSuite(FunctionSuite):
         self._hidden = {name for reward in self.rewards for name in reward.signature.names} | {*_GRADING}
 
     def episode(self, instance_id: str) -> AgentEpisode:
-        """Start a fresh attempt."""
+        """Start a new attempt at a row."""
         example = self.example(instance_id)
         return AgentEpisode(
             example,
@@ -80,10 +81,10 @@ class AgentSuite(FunctionSuite):
         )
 
     def _task_of(self, instance_id: str, example: Example) -> dict[str, Any]:
-        """Return what the agent may know of a row."""
+        """Return the data of a row that the agent may see."""
         reader = self._readers[instance_id.partition("/")[0]]
         hidden = (self._hidden | {reader.answer_column}) - {reader.prompt_column}
-        # A reward that reads the whole row may find the answer in any column.
+        # If a reward reads the whole row, any column may hold the answer, so hide all columns.
         if "row" in self._hidden:
             hidden |= example.row.keys()
         return {

@@ -1,9 +1,9 @@
 """The reward `code_tests`: 1 if the Python code in a completion passes the row's tests.
 
-The code is the last fenced block of the completion, or all of it. It runs as `solution.py` in one sandbox,
-and the tests run in another. The two communicate only by calls (`rlpipe.envs.swe.grader`), so that the code
-cannot change or read what grades it. Tests come as a list of assert statements (MBPP's `test_list`), as a
-text of such statements, or as a unittest module that imports from `solution`.
+The code is the last fenced block of the completion or, without such a block, the completion. It runs as
+`solution.py` in one sandbox; the tests run in another. The two communicate only by calls
+(`rlpipe.envs.swe.grader`), so that the code can neither read nor change its tests. Tests are a list of assert
+statements (MBPP's `test_list`), a text of such statements, or a unittest module that imports from `solution`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def code_tests(
 ) -> Callable[..., float]:
     """Make the reward that is 1 where the code passes all tests of its row.
 
-    column: of the tests; without, the first there is of tests, test_list, test. partial: the share of tests
-    that pass instead. Raises ValueError for a missing column, or a sandbox that cannot run here.
+    column: column of the tests; by default the first existing one of tests, test_list, test. partial: return
+    the share of passed tests instead of 0 or 1. Raises ValueError if the column is missing or the sandbox
+    cannot run on this machine.
     """
     from rlpipe.envs.swe.grader.trees import code_to_grade, run_tests
 
@@ -101,7 +102,7 @@ def _from_asserts(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
     asserts = [node for node in tree.body if isinstance(node, ast.Assert)]
     others = [node for node in tree.body if not isinstance(node, ast.Assert)]
 
-    # Functions that asserts call and nothing here defines are the solution's.
+    # Import from the solution every function that is called but not defined here.
     called = {
         call.func.id
         for call in ast.walk(tree)

@@ -1,8 +1,8 @@
-"""The meaning of a row of a data set: the prompt of an episode, and the values for its reward.
+"""Converts a row of a data set to the prompt of an episode and the values for its reward.
 
-Owns the names of columns, templates, and the checks of single rows. The layouts of other libraries are
-recognised: TRL's (`prompt` as text or messages, anything else a column) and verl's (`data_source`, `prompt`
-as messages, `reward_model.ground_truth`, `extra_info`).
+Owns the names of columns, the templates and the checks of single rows. It recognises the layouts of two other
+libraries: TRL's (`prompt` as text or messages, any other columns) and verl's (`data_source`, `prompt` as
+messages, `reward_model.ground_truth`, `extra_info`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Message = dict[str, str]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Example:
-    """One row, as an episode and a reward need it.
+    """One row, converted for an episode and a reward.
 
-    place: file and line or row. prompt: as in the data set, text or messages. messages: what the model reads.
-    answer: the right answer, None when there is none.
+    place: file and line or row number. prompt: the prompt in the data set, text or messages. messages: the
+    chat messages that the model reads. answer: the right answer; None if the row has none.
     """
 
     place: str
@@ -43,14 +43,15 @@ class Example:
 
     @property
     def text(self) -> str:
-        """The prompt as one text."""
+        """Return the prompt as one text."""
         return self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
 
 
 class Reader:
-    """Makes examples of the rows of one data set. Raises ValueError for columns that do not exist.
+    """Converts the rows of one data set to examples. Raises ValueError for columns that do not exist.
 
-    prompt_column: empty when a function makes the prompt. answer_column: empty when there is none.
+    prompt_column: name of the prompt's column; empty if `data.template` makes the prompt. answer_column: name
+    of the answer's column; empty if there is none.
     """
 
     def __init__(self, data: DataConfig, rows: Rows) -> None:
@@ -70,17 +71,17 @@ class Reader:
 
     @property
     def has_answers(self) -> bool:
-        """Whether rows may have a right answer."""
+        """Return whether rows may have a right answer."""
         return bool(self.answer_column) or _is_verl(self._rows)
 
     @property
     def columns(self) -> str:
-        """Return a sentence on the columns that prompts and answers come from."""
+        """Return a text that names the columns of prompts and answers."""
         answers = self.answer_column or ("reward_model.ground_truth" if _is_verl(self._rows) else "none")
         return f"prompt: {self.prompt_column or 'data.template'}, answer: {answers}"
 
     def __getitem__(self, index: int) -> Example:
-        """Return the example of a row. Raises ValueError with its location."""
+        """Return the example of a row. Raises ValueError with the row's location if it is invalid."""
         row, place = self._rows[index], self._rows.place(index)
         prompt = self._prompt(row, place)
 
@@ -92,7 +93,10 @@ class Reader:
         )
 
     def _column(self, what: str, named: str, usual: tuple[str, ...], *, optional: bool = False) -> str:
-        """Return the name of a column, as set or as usual. Raises ValueError when there is none."""
+        """Return the column that the setting names, else the first usual name; "" if optional and absent.
+
+        Raises ValueError for a column that does not exist.
+        """
         columns = self._rows.columns
         if named and named not in columns:
             raise ValueError(
@@ -108,7 +112,7 @@ class Reader:
         return found
 
     def _prompt(self, row: Row, place: str) -> str | list[Message]:
-        """Return the prompt of a row, as text or as messages. Raises ValueError."""
+        """Return the prompt of a row, as text or as messages. Raises ValueError if it is invalid."""
         if self._make:
             where = f"data.template={self._data.template}, {place}"
             return call(where, lambda made: prompt_of("its template returned", made), self._make, dict(row))
@@ -139,7 +143,7 @@ class Reader:
 
 
 def prompt_of(what: str, value: object) -> str | list[Message]:
-    """Return a prompt as a text, or as messages that each have a text. Raises ValueError otherwise."""
+    """Check and return a prompt: a text or a list of chat messages. Raises ValueError if it is invalid."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{what} is empty. Write a prompt, or leave such rows out with data.filter.")
@@ -162,7 +166,7 @@ def prompt_of(what: str, value: object) -> str | list[Message]:
 
 
 def _message(what: str, message: object) -> Message:
-    """Return a chat message whose content is text. Raises ValueError."""
+    """Return a chat message with its content as text. Raises ValueError if it is invalid."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         hint = (
             "rename from/value to role/content" if isinstance(message, Mapping) and "value" in message else ""
@@ -176,7 +180,7 @@ def _message(what: str, message: object) -> Message:
     if role not in ROLES:
         raise ValueError(f"{what} has the role {role!r}, which is none of {', '.join(ROLES)}.")
 
-    # Blocks of text, as the formats of models with images have them.
+    # Multimodal formats store the content as a list of blocks. Join blocks of text.
     if isinstance(content, list) and all(isinstance(b, Mapping) and b.get("type") == "text" for b in content):
         content = "".join(str(block.get("text", "")) for block in content)
     if not isinstance(content, str):
@@ -188,14 +192,14 @@ def _message(what: str, message: object) -> Message:
 
 
 def _template_function(template: str) -> Callable[[Row], Any] | None:
-    """Return the function that makes prompts, if the template names one. Raises ValueError."""
+    """Return the function that `data.template` names, or None. Raises ValueError if it cannot be loaded."""
     if "{" in template or ":" not in template:
         return None
     return load_function(template, setting="data.template", takes="row")
 
 
 def _template_text(template: str) -> str:
-    """Return the text of a template, from a file if it names one. Raises ValueError."""
+    """Return the text of a template, read from a file if it names one. Raises ValueError if it is invalid."""
     if not template or "{" in template:
         return template
 
@@ -211,7 +215,7 @@ def _template_text(template: str) -> str:
 
 
 def _check_template(template: str, rows: Rows) -> None:
-    """Refuse a template whose columns the data set lacks. Raises ValueError."""
+    """Raise ValueError if a template names no column or one that the data set lacks."""
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -231,7 +235,7 @@ def _check_template(template: str, rows: Rows) -> None:
 
 
 def _filled(template: str, row: Row, place: str) -> str:
-    """Return a template with the columns of a row. Raises ValueError."""
+    """Fill a template with the columns of a row. Raises ValueError if it cannot be filled."""
     try:
         return template.format_map(row)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
@@ -241,7 +245,7 @@ def _filled(template: str, row: Row, place: str) -> str:
         ) from None
 
 
-# --- rows as a whole --------------------------------------------------------------------------------------
+# --- data sets and prompts --------------------------------------------------------------------------------
 
 
 def _is_verl(rows: Rows) -> bool:
@@ -250,5 +254,5 @@ def _is_verl(rows: Rows) -> bool:
 
 
 def fingerprint(example: Example) -> int:
-    """Return a number that is equal for prompts that differ only in white space."""
+    """Return a hash of a prompt that ignores differences in white space."""
     return hash(" ".join(" ".join(f"{m['role']} {m['content']}" for m in example.messages).split()))

@@ -1,7 +1,8 @@
-"""Reward functions that come with rlpipe, by their names in the setting `reward`.
+"""Built-in reward functions, by their names in the setting `reward`.
 
-Each is made from its options (`reward={NAME: {option: value}}`), which are checked before anything starts,
-and has rlpipe's own form. Libraries do the work: math-verify, jsonschema, reasoning-gym.
+Each function is made from its options (`reward={NAME: {option: value}}`), which are checked before the run
+starts, and has rlpipe's form of parameters. Three of them use libraries: math-verify, jsonschema and
+reasoning-gym.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 def make_ready(setting: Weighted, env: EnvConfig, columns: Sequence[str]) -> Score:
-    """Make a built-in function. Raises ValueError if its options, the data or the machine do not suit."""
+    """Make a built-in function. Raises ValueError if its options are wrong or it cannot run here."""
     make, takes = READY[setting.name]
     for option in setting.options:
         if option not in takes:
@@ -35,7 +36,7 @@ def make_ready(setting: Weighted, env: EnvConfig, columns: Sequence[str]) -> Sco
 
 
 def exact_match(env: EnvConfig, columns: list[str], *, ignore_case: bool = False) -> Score:
-    """Make the reward that is 1 where the completion is the answer, white space around them aside."""
+    """Make the reward that is 1 if the completion equals the answer, ignoring surrounding white space."""
 
     def score(completion: str, answer: Any) -> float:
         got, wanted = completion.strip(), str(_required(answer, "exact_match")).strip()
@@ -45,9 +46,10 @@ def exact_match(env: EnvConfig, columns: list[str], *, ignore_case: bool = False
 
 
 def regex(env: EnvConfig, columns: list[str], *, pattern: str = "", ignore_case: bool = False) -> Score:
-    """Make the reward that is 1 where the pattern is found; with a group, where its last match is the answer.
+    """Make the reward that is 1 if the completion matches the pattern.
 
-    Raises ValueError for a pattern that is missing, no regular expression, or has several groups.
+    If the pattern has a group, the reward is 1 if the group's last match equals the answer. Raises ValueError
+    if the pattern is missing, is not a regular expression, or has several groups.
     """
     if not pattern:
         raise ValueError(
@@ -74,10 +76,10 @@ def regex(env: EnvConfig, columns: list[str], *, pattern: str = "", ignore_case:
 
 
 def json_schema(env: EnvConfig, columns: list[str], *, schema: Any = None) -> Score:
-    """Make the reward that is 1 where the completion, or its last fenced block, is JSON of the schema.
+    """Make the reward that is 1 if the last fenced block, or else the completion, is JSON that fits a schema.
 
-    schema: a file or a mapping; without, the column `schema` of each row (an object, or its JSON). Raises
-    ValueError when there is neither, or the schema is not valid.
+    schema: a file or a mapping; None: the column `schema` of each row, an object or JSON text. Raises
+    ValueError if there is neither, or if the schema is not valid.
     """
     if schema is None and "schema" not in columns:
         raise ValueError(
@@ -98,7 +100,7 @@ def json_schema(env: EnvConfig, columns: list[str], *, schema: Any = None) -> Sc
 
 
 def _validator(schema: Any) -> Any:
-    """Return a validator of a schema that is a mapping, a file or JSON. Raises ValueError."""
+    """Return a validator for a schema: a mapping, a file or JSON text. Raises ValueError if it is invalid."""
     import jsonschema
 
     if isinstance(schema, str) and not schema.lstrip().startswith("{"):
@@ -116,9 +118,9 @@ def _validator(schema: Any) -> Any:
 
 
 def math_verify(env: EnvConfig, columns: list[str]) -> Score:
-    """Make the reward that is 1 where math-verify finds the answer in the completion, in LaTeX or plain.
+    """Make the reward that is 1 if math-verify finds the answer in the completion, as LaTeX or plain text.
 
-    Raises ValueError without the library.
+    Raises ValueError if the library is not installed.
     """
     try:
         import math_verify as library
@@ -127,7 +129,8 @@ def math_verify(env: EnvConfig, columns: list[str]) -> Score:
             "reward=math_verify needs the library math-verify: pip install math-verify."
         ) from None
 
-    # Its time limits are signals, which only the main thread can have; env.step_timeout_s bounds an episode.
+    # The library's time limits need signals, and so the main thread: turn them off. env.step_timeout_s limits
+    # each step instead.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -149,11 +152,11 @@ def math_verify(env: EnvConfig, columns: list[str]) -> Score:
 
 
 def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> Score:
-    """Make the reward that is reasoning-gym's score of its own questions (question, answer, metadata).
+    """Make the reward that scores rows from reasoning-gym (question, answer, metadata) with the library.
 
-    dataset: its name; without, `metadata.source_dataset` of each row. The answer is the text in the last
-    <answer> tag, or the completion where there is none. Raises ValueError for an unknown data set, or when
-    the column metadata is missing.
+    dataset: name of the library's data set; "": `metadata.source_dataset` of each row. The scored answer is
+    the text in the last <answer> tag, or the completion if there is none. Raises ValueError for an unknown
+    data set or a missing column `metadata`.
     """
     if "metadata" not in columns:
         raise ValueError(
@@ -182,7 +185,7 @@ def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> S
         try:
             return float(scorers[name](completion.strip() if answer is None else answer, entry))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError):
-            return 0.0  # the scorers of 100 data sets raise all kinds on an answer that they cannot read
+            return 0.0  # the scorers of 100 data sets raise many kinds for unreadable answers
 
     return score
 
@@ -196,7 +199,7 @@ def _required(answer: Any, name: str) -> Any:
     return answer
 
 
-# Name -> what makes the function, and its options.
+# Name -> (function that makes the reward function, names of its options).
 READY: dict[str, tuple[Callable[..., Score], tuple[str, ...]]] = {
     "exact_match": (exact_match, ("ignore_case",)),
     "regex": (regex, ("pattern", "ignore_case")),

@@ -1,9 +1,9 @@
 """Calls every reward function before a run starts, on rows of the data set with made-up answers.
 
-Flow: rows of both splits, spread over the data, as many as a few seconds allow -> for each the right answer
-and random words as answers -> every returned value is checked. A fault is a ValueError with file and line of
-the function and the row. Remarks that are not faults are returned as sentences: rewards that differ
-when computed twice, and rewards that are all equal.
+Flow: sample rows of both splits, as many as a few seconds allow -> score the right answer and random words
+for each -> check every returned value. An error raises ValueError with the file and line of the function and
+the row. Two cases are allowed but returned as notes: rewards that differ when computed twice, and rewards
+that are all equal.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rlpipe.envs.function.suite import HELD_OUT, FunctionSuite
 from rlpipe.envs.rehearsal import call
 from rlpipe.envs.running import line_of_thread
 
-CALL_S = 8.0  # seconds that one call may take
+CALL_S = 8.0  # time limit of one call
 _WORDS = 8
-_ROWS = 1000  # rows of each split at most
+_ROWS = 1000  # maximum number of rows of each split
 
 
 def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = CALL_S) -> list[str]:
-    """Score made-up answers for about `budget_s` seconds; return sentences for a person to read.
+    """Score made-up answers for about `budget_s` seconds; return notes for the user, as sentences.
 
-    call_s: seconds that one call may take. Raises ValueError for a function that fails or returns no reward.
+    call_s: time limit of one call, seconds. Raises ValueError for a function that fails or returns no reward.
     """
     rng, values, notes = random.Random(0), set(), []
     end = time.monotonic() + budget_s
@@ -47,7 +47,7 @@ def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = C
             if not calls:
                 again = [_score(reward, example, answers, call_s) for reward in suite.rewards]
                 notes += _differences(suite.rewards, scores, again, example)
-        # Its code is not at fault then; rollouts will mask such an answer.
+        # The code is not the cause of this error; rollouts will mask such an answer.
         except InfrastructureError as error:
             return [f"a reward function raised InfrastructureError in the rehearsal: {error}"]
 
@@ -64,7 +64,7 @@ def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = C
 
 
 def _spread(suite: FunctionSuite) -> list[str]:
-    """Return instances of both splits in turn: the first rows, then all others in a random order."""
+    """Return instances of both splits in random order, alternating between the splits."""
     ids = [list(suite.instance_ids(split)) for split in (TRAIN, HELD_OUT)]
     for each in ids:
         random.Random(0).shuffle(each)
@@ -73,26 +73,26 @@ def _spread(suite: FunctionSuite) -> list[str]:
 
 
 def _right(example: Example) -> str | None:
-    """Return the right answer as a text, if the data have one that is a text or a number."""
+    """Return a row's right answer as text if it is a text or a number, else None."""
     return str(example.answer) if isinstance(example.answer, (str, int, float)) else None
 
 
 def _made_up(example: Example, rng: random.Random) -> list[str]:
-    """Return the right answer, if there is one, and random words of the prompt."""
+    """Return answers to score: the right one if known, random words of the prompt, and an empty text."""
     right = [answer] if (answer := _right(example)) is not None else []
     words = example.text.split() or ["word"]
     return [*right, " ".join(rng.choices(words, k=1 + rng.randrange(_WORDS))), ""]
 
 
 def _score(reward: Reward, example: Example, answers: list[str], call_s: float) -> list[Score]:
-    """Return the checked scores of answers. Raises ValueError with file and line."""
+    """Return the checked scores of answers. Raises ValueError with file and line if a check fails."""
     return [
         score for one in reward.calls(example, answers) for score in _within(call_s, reward, example, one)
     ]
 
 
 def _within(call_s: float, reward: Reward, example: Example, one: Call) -> list[Score]:
-    """Make a call in a thread, and wait for it only so long. Raises ValueError."""
+    """Make a call in a thread and return its scores. Raises ValueError if it fails or exceeds `call_s`."""
     where = f"{reward.where}, row {example.place}"
     outcome: list[Any] = []
 
@@ -107,7 +107,7 @@ def _within(call_s: float, reward: Reward, example: Example, one: Call) -> list[
     thread.join(call_s)
 
     if not outcome:
-        # A coroutine is on no thread's stack.
+        # The stack of a thread does not show a coroutine, so report the function's definition instead.
         is_async = inspect.iscoroutinefunction(reward.function)
         at = _definition(reward.function) if is_async else line_of_thread(thread)
         raise ValueError(
@@ -121,14 +121,14 @@ def _within(call_s: float, reward: Reward, example: Example, one: Call) -> list[
 
 
 def _explained(error: BaseException, one: Call) -> BaseException:
-    """Return an error with the function's own line where the line that returned is not known, and a hint."""
+    """Return an error with a hint; if the line of the return is unknown, name the function's first line."""
     text = str(error)
     if not isinstance(error, ValueError):
         return error
     if text.startswith("?: "):
         text = f"{_definition(one.reward.function)}{text.removeprefix('?')}"
 
-    # The most common slip with functions that were written for TRL.
+    # This is the most common mistake with functions that were written for TRL.
     is_text = isinstance(one.example.prompt, str)
     if is_text and one.reward.signature.form is Form.TRL and "string indices must be integers" in text:
         text += (
@@ -147,7 +147,7 @@ def _definition(function: Callable[..., Any]) -> str:
 def _differences(
     rewards: list[Reward], scores: list[list[Score]], again: list[list[Score]], example: Example
 ) -> list[str]:
-    """Return the note of functions that gave one answer two rewards."""
+    """Return a note for each function that gave different rewards to the same answer."""
     notes = []
     for reward, first, second in zip(rewards, scores, again, strict=True):
         for before, after in zip(first, second, strict=True):

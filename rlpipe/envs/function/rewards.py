@@ -1,8 +1,9 @@
-"""Calls reward functions on the answers to one prompt, and adds them up by their weights.
+"""Calls reward functions on the answers to one prompt, and returns the weighted sum of their rewards.
 
-A function gets all answers at once or one after another, depending on its form (`signature`). The reward of
-each function is recorded as `reward_NAME`, and other values that it reports (verl's dict, TRL's log_metric
-and log_extra) under their names. Coroutines run in one event loop of this process.
+A function gets all answers at once or one at a time, depending on its form (`signature`). The reward of each
+function is recorded as `reward_NAME`. Other values that it reports (verl's dict, TRL's log_metric and
+log_extra) are recorded under the names that the function gives them. All coroutines of this process run in
+one event loop.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rlpipe.envs.function.signature import Form, Signature, signature_of
 from rlpipe.envs.user_loop import UserLoop
 
 Encode = Callable[[str], list[int]]
-LOOP = UserLoop()  # of coroutines: one, so that their clients may stay open
+LOOP = UserLoop()  # one loop for all coroutines, so that their HTTP clients can stay open
 
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """A function's score for one answer. value: None if the function does not apply."""
+    """A function's score for one answer. value: None if the function does not apply to the answer."""
 
     value: float | None
     info: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Score:
 
 @dataclass(slots=True, kw_only=True)
 class Reward:
-    """One reward function. where: the setting, for messages."""
+    """One reward function. where: text of the setting that names it, for messages."""
 
     name: str
     weight: float
@@ -63,7 +64,7 @@ class Call:
     logged: list[dict[str, Any]] = field(default_factory=list)
 
     def prepared(self) -> Callable[[], Any]:
-        """Return the function with its arguments."""
+        """Return the function with its arguments bound."""
         self.logged = [{} for _ in self.answers]
         return functools.partial(self.reward.function, **self.arguments())
 
@@ -90,7 +91,7 @@ class Call:
         else:
             made = self._verl()
 
-        # Rows of JSONL may differ in their columns.
+        # The rows of a JSONL file may have different columns.
         if missing := reward.signature.required - made.keys():
             raise ValueError(
                 f"{example.place} has no column {min(missing)!r}, which {reward.where} needs: add it, leave "
@@ -99,7 +100,7 @@ class Call:
         return {name: value for name, value in made.items() if name in reward.signature.names}
 
     def _trl(self) -> dict[str, Any]:
-        """Return TRL's arguments; a data set with messages is conversational, and its completions are too."""
+        """Return TRL's arguments. If the prompt is a list of messages, completions are messages too."""
         conversational = not isinstance(self.example.prompt, str)
         completions: list[Any] = list(self.answers)
         if conversational:
@@ -125,7 +126,7 @@ class Call:
             logged[str(name)] = _recorded(value)
 
     def _verl(self) -> dict[str, Any]:
-        """Return verl's arguments; without its columns, the rest of the row is `extra_info`."""
+        """Return verl's arguments; if the column `extra_info` is missing, the row replaces it."""
         example, row = self.example, self.example.row
         source = row.get("data_source", PurePath(example.place.partition(":")[0]).stem)
         extra = row["extra_info"] if "extra_info" in row else dict(row)
@@ -135,7 +136,7 @@ class Call:
         return single | batched | {"solution_str": self.answers[0], "solution_strs": list(self.answers)}
 
     def read(self, returned: Any) -> list[Score]:
-        """Check what the function returned. Raises ValueError."""
+        """Return the scores in a returned value. Raises ValueError if it is not of the function's form."""
         form = self.reward.signature.form
         if not form.batched:
             return [self._score(returned, self.logged[0], optional=False)]
@@ -157,7 +158,7 @@ class Call:
         ]
 
     def _score(self, value: Any, logged: dict[str, Any], *, optional: bool) -> Score:
-        """Return the score of one answer. optional: None means that the function does not apply."""
+        """Return the score of one answer. optional: None is allowed; the function does not apply then."""
         name, info = self.reward.name, dict(logged)
         if optional and value is None:
             return Score(value=None, info=info)
@@ -175,7 +176,7 @@ class Call:
 
 
 def _recorded(value: Any) -> Any:
-    """Return a value as the run's records hold it: numbers and short texts."""
+    """Convert a value to what the run records: a number or a short text."""
     if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value if not isinstance(value, str) else value[:200]
     try:
@@ -187,7 +188,7 @@ def _recorded(value: Any) -> Any:
 def total(
     rewards: Sequence[Reward], scores: Sequence[Sequence[Score]], place: str
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Add up the scores of all functions; return (reward, info) of each answer.
+    """Return (reward, info) of each answer, where the reward is the weighted sum over all functions.
 
     scores: for each function, the score of each answer. Raises ValueError if no function applies to an
     answer.
@@ -203,7 +204,7 @@ def total(
 
         info: dict[str, Any] = {}
         for reward, score in zip(rewards, of_answer, strict=True):
-            # Two functions may report the same name.
+            # If two functions report a value of the same name, add the function's name to the second.
             info |= {
                 (f"{reward.name}_{key}" if key in info else key): value for key, value in score.info.items()
             }
@@ -227,9 +228,9 @@ def score_answers(
 
 
 def load_rewards(task: FunctionTask, env: EnvConfig, columns: Sequence[str], encode: Encode) -> list[Reward]:
-    """Load the functions that `reward` names, in their order. Raises ValueError.
+    """Load the functions that the setting `reward` names, in order. Raises ValueError if one is invalid.
 
-    columns: of the data set. encode: text -> token ids, for functions that read them.
+    columns: columns of the data set. encode: converts text to token ids, for functions that need them.
     """
     from rlpipe.envs.function.ready import READY, make_ready
 
@@ -263,7 +264,7 @@ def load_rewards(task: FunctionTask, env: EnvConfig, columns: Sequence[str], enc
 
 
 def _with_options(function: Callable[..., Any], setting: Weighted) -> Callable[..., Any]:
-    """Return a function that is called with the options of its setting. Raises ValueError for other ones."""
+    """Return a function with the options of its setting bound. Raises ValueError for an unknown option."""
     try:
         inspect.signature(function).bind_partial(**setting.options)
     except TypeError as error:
@@ -275,7 +276,7 @@ def _with_options(function: Callable[..., Any], setting: Weighted) -> Callable[.
 
 
 def _names(settings: Sequence[Weighted]) -> list[str]:
-    """Return a short name for each function, which differ. Raises ValueError for one that is named twice."""
+    """Return a short unique name for each function. Raises ValueError if a function is named twice."""
     if len({setting.name for setting in settings}) < len(settings):
         twice = next(s.name for s in settings if [each.name for each in settings].count(s.name) > 1)
         raise ValueError(f"reward names {twice} twice: name it once, with its weight.")

@@ -1,8 +1,8 @@
-"""Reads a data set: rows by number, each with its location in the file for messages.
+"""Reads a data set: rows by index, each with its location in the file for messages.
 
-Owns file formats and their errors; `examples` interprets rows. Of a JSONL file only the positions of lines
-are kept in memory, and parquet and Hugging Face data sets stay in Arrow's tables. JSON, CSV and .gz files are
-held as Python objects, so large ones are refused with a hint.
+Owns file formats and their errors; `examples` interprets rows. A JSONL file stays on disk; only the positions
+of its lines are in memory. Parquet and Hugging Face data sets stay in Arrow tables. JSON, CSV and .gz files
+are loaded as Python objects, so large ones raise an error with a hint.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ENDINGS = {
     ".parquet": DataFormat.PARQUET,
 }
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_LARGEST = 512 << 20  # bytes of a file that is held as Python objects, about five times its size
-_LARGEST_TABLE = 4 << 30  # bytes of a parquet file, unpacked
+_LARGEST = 512 << 20  # maximum bytes of a file loaded as Python objects, which need five times as much memory
+_LARGEST_TABLE = 4 << 30  # maximum bytes of a parquet file when unpacked
 _BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 
 
 class Rows:
-    """A data set. name: as in the settings. columns: of its first row, or all that its format lists."""
+    """A data set. name: its name in the settings. columns: the columns of its format, or of its first row."""
 
     def __init__(
         self, name: str, rows: Sequence[Row], columns: Sequence[str], place: Callable[[int], str]
@@ -53,7 +53,7 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        """Return a row. Raises ValueError with its location when it cannot be read."""
+        """Return a row. Raises ValueError with the row's location if it cannot be read."""
         return self._rows[index]
 
 
@@ -95,7 +95,7 @@ def read_rows(data: DataConfig, setting: str, name: str) -> Rows:
 
 
 def _format(where: str, name: str, path: Path) -> DataFormat:
-    """Return the format by the name. Raises ValueError for an unknown one."""
+    """Return the format that a file name implies. Raises ValueError if it is unknown."""
     if path.is_dir():
         return DataFormat.HUGGING_FACE
 
@@ -115,7 +115,7 @@ def _format(where: str, name: str, path: Path) -> DataFormat:
 
 
 def _check_file(where: str, path: Path) -> None:
-    """Refuse a path that is not a file. Raises ValueError with the most similar name of its folder."""
+    """Raise ValueError if a path is not a file, with the most similar name in its folder."""
     if path.is_file():
         return
     if path.is_dir():
@@ -130,7 +130,7 @@ def _check_file(where: str, path: Path) -> None:
 
 @contextmanager
 def _opened(where: str, path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    """Open a file to be held in memory, unpacked if its name ends with .gz. Raises ValueError if large."""
+    """Open a file, decompressed if its name ends with .gz. Raises ValueError if it is too large."""
     size = path.stat().st_size
     if size > _LARGEST:
         raise ValueError(
@@ -154,7 +154,7 @@ def _opened(where: str, path: Path) -> Iterator[io.BufferedReader | gzip.GzipFil
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> ValueError:
-    """Return the refusal of a text in another encoding."""
+    """Return the error for a text that is not UTF-8."""
     is_wide = "16" in error.encoding or error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return ValueError(
         f"{place}: byte {error.object[error.start]:#x} is not UTF-8. Save the file as UTF-8, as by "
@@ -163,13 +163,13 @@ def _not_utf8(place: str, error: UnicodeDecodeError) -> ValueError:
 
 
 def _too_large(place: str, error: Exception) -> ValueError:
-    """Return the refusal of JSON that Python does not read: nested too deeply, or thousands of digits."""
+    """Return the error for JSON that Python cannot parse: too deep nesting, or a number that is too long."""
     reason = str(error).partition(":")[0]
     return ValueError(f"{place} cannot be read ({reason}): store that value as text, or leave it out.")
 
 
 def _parse(place: str, text: bytes | str) -> Row:
-    """Return the object in one line. Raises ValueError with its location."""
+    """Parse the JSON object in one line. Raises ValueError with the line's location if it is invalid."""
     try:
         row = json.loads(text)
     except UnicodeDecodeError as error:
@@ -189,7 +189,7 @@ def _parse(place: str, text: bytes | str) -> Row:
 
 
 class _Lines(Sequence[Row]):
-    """The lines of a JSONL file by their positions; a line is read and parsed when it is asked for."""
+    """The rows of a JSONL file; a line is read from disk and parsed on each access."""
 
     def __init__(self, where: str, name: str, path: Path) -> None:
         self._name, self._file = name, path.open("rb")
@@ -206,7 +206,7 @@ class _Lines(Sequence[Row]):
         self._starts.append(position)
 
     def place(self, index: int) -> str:
-        """Return file and line of a row."""
+        """Return the file and line number of a row."""
         return f"{self._name}:{self._numbers[index]}"
 
     def __len__(self) -> int:
@@ -214,13 +214,13 @@ class _Lines(Sequence[Row]):
 
     def __getitem__(self, index: Any) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
-        # Threads of an environment read at once, so none moves the position of the file.
+        # Several threads read concurrently, so use `pread`, which does not move the file position.
         line = os.pread(self._file.fileno(), end - start, start)
         return _parse(self.place(index), line.removeprefix(_BOM).strip())
 
 
 def _read_jsonl(where: str, name: str, path: Path) -> Rows:
-    """Read JSONL: lines of a plain file stay on disk, those of a compressed one in memory."""
+    """Read JSONL; the lines of a plain file stay on disk, and the lines of a compressed file in memory."""
     if path.suffix != ".gz":
         lines = _Lines(where, name, path)
         return Rows(name, lines, list(lines[0]) if len(lines) else [], lines.place)
@@ -232,7 +232,7 @@ def _read_jsonl(where: str, name: str, path: Path) -> Rows:
 
 
 def _read_json(where: str, name: str, path: Path) -> Rows:
-    """Read a list of objects. Raises ValueError."""
+    """Read a JSON list of objects. Raises ValueError if it is invalid."""
     with _opened(where, path) as file:
         text = file.read().decode("utf-8-sig")
     if not text.strip():
@@ -267,7 +267,7 @@ def _read_json(where: str, name: str, path: Path) -> Rows:
 
 
 def _read_csv(where: str, name: str, path: Path) -> Rows:
-    """Read a table whose first line names the columns. Raises ValueError."""
+    """Read a CSV table whose first line names the columns. Raises ValueError if it is invalid."""
     csv.field_size_limit(1 << 30)
     with _opened(where, path) as file:
         reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
@@ -310,7 +310,7 @@ class _Slices(Sequence[Row]):
 
 
 def _read_parquet(where: str, name: str, path: Path) -> Rows:
-    """Read a table, mapped from disk. Raises ValueError."""
+    """Read a parquet table, memory-mapped. Raises ValueError if it is invalid or too large."""
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -335,7 +335,7 @@ def _read_parquet(where: str, name: str, path: Path) -> Rows:
 
 
 def _hugging_face(where: str, name: str, subset: str, split: str) -> Rows:
-    """Read a data set of the hub, or one that `datasets` saved. Raises ValueError."""
+    """Read a data set from the hub or from a folder. Raises ValueError if it cannot be loaded."""
     path = resolve(name)
     saved = path.is_dir() and any((path / f).is_file() for f in ("state.json", "dataset_dict.json"))
     if path.is_dir() and not any(path.iterdir()):
@@ -355,7 +355,7 @@ def _hugging_face(where: str, name: str, subset: str, split: str) -> Rows:
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(str(path) if path.is_dir() else name, subset or None)
-    except Exception as error:  # the library, its builders and its network raise all kinds
+    except Exception as error:  # the library, its builders and its network code raise many kinds
         reason = str(error).partition("\n")[0]
         hint = (
             "name one of its subsets with data.subset"

@@ -1,4 +1,4 @@
-"""Recognises the form of a reward function by the names of their parameters.
+"""Recognises the form of a reward function by the names of its parameters.
 
 | form | called by name with                                            | per    | returns               |
 |------|-----------------------------------------------------------------|--------|-----------------------|
@@ -6,7 +6,9 @@
 | verl | solution_str; data_source, ground_truth, extra_info if named    | answer | a number, or a dict   |
 | TRL  | completions; prompts, completion_ids or a column if named       | group  | a list, with None too |
 
-Decides which arguments a function gets; `rewards` makes their values.
+The form "own" is rlpipe's. The arguments before the semicolon identify the form; a function gets the others
+only if it has parameters of these names. This module decides which arguments a function gets; `rewards`
+computes their values.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ class Form(StrEnum):
 
     @property
     def batched(self) -> bool:
-        """Whether one call scores all answers of a group."""
+        """Return whether one call scores all answers of a group."""
         return self in (Form.TRL, Form.VERL_BATCH)
 
 
-# The parameters by which a form is recognised.
+# Parameters that identify a form.
 _SIGNS = {
     Form.TRL: {"completions", "completion_ids", "completions_ids"},
     Form.VERL: {"solution_str"},
     Form.VERL_BATCH: {"solution_strs"},
     Form.OURS: {"completion"},
 }
-# Arguments of each form in addition to columns; TRL's documentation also writes completions_ids.
+# TRL's parameter for token ids; its documentation uses both spellings.
 _TOKENS = {"completion_ids", "completions_ids"}
 NAMES = {
     Form.TRL: {"prompts", "completions", "log_extra", "log_metric"} | _TOKENS,
@@ -61,8 +63,8 @@ NAMES = {
 class Signature:
     """How a function is called.
 
-    names: arguments that it is given. required: those of them without a default. needs_tokens: it reads token
-    ids. is_async: a call is awaited.
+    names: arguments to pass. required: arguments without a default. needs_tokens: whether it has a parameter
+    for token ids. is_async: whether its result must be awaited.
     """
 
     form: Form
@@ -73,9 +75,9 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any], where: str, columns: Sequence[str]) -> Signature:
-    """Return the form of a reward function. Raises ValueError if it is unclear, or has unknown parameters.
+    """Return how to call a reward function. Raises ValueError for an unclear form or unknown parameters.
 
-    where: the function and its file, for messages. columns: those of the data set.
+    where: the function and its file, for messages. columns: columns of the data set.
     """
     if inspect.isclass(function):
         raise ValueError(
@@ -101,7 +103,7 @@ def signature_of(function: Callable[..., Any], where: str, columns: Sequence[str
 
     _check_parameters(parameters, where, known, columns)
     names = known if takes_all else known & named
-    # Token ids cost an encoding, so that only those who name them get them.
+    # Token ids need an encoding, so pass them only to functions that name them.
     names = names - (_TOKENS - named)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  (of an object with an async __call__)
@@ -117,7 +119,7 @@ def signature_of(function: Callable[..., Any], where: str, columns: Sequence[str
 
 
 def _check_parameters(parameters: Any, where: str, known: set[str], columns: Sequence[str]) -> None:
-    """Refuse parameters that nothing can be passed for. Raises ValueError."""
+    """Raise ValueError if a function has a parameter for which there is no argument."""
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue

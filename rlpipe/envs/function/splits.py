@@ -1,7 +1,7 @@
-"""Selects the rows to train on and those held out, after every row was read and checked once.
+"""Selects training rows and held-out rows, after reading and checking every row once.
 
 Flow: each row -> data.filter -> its example (checked) -> shuffled -> data.limit -> train and held-out rows.
-Findings for the user (rows left out, duplicates, a leak) are collected as sentences.
+Notes for the user (omitted rows, duplicates, leaks) are collected as sentences.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from rlpipe.envs.function.rows import Row, Rows
 from rlpipe.envs.rehearsal import call
 
 _DEFAULT_SHARE, _DEFAULT_MOST = 0.1, 1000
-_FAULTS = 20  # rows after which no more are looked for
-_NAMED = 5  # locations that a message names
+_FAULTS = 20  # number of invalid rows after which the check stops
+_NAMED = 5  # maximum number of locations in a message
 
 
 @dataclass(slots=True, kw_only=True)
 class Checked:
-    """The usable rows of one data set, by parallel sequences.
+    """The usable rows of one data set, as parallel sequences.
 
-    indices: into the rows. prints: fingerprints of the prompts. sizes: bytes of the prompts.
+    indices: index of each usable row in `rows`. prints: fingerprint of each prompt. sizes: bytes of each
+    prompt.
     """
 
     rows: Rows
@@ -40,7 +41,7 @@ class Checked:
 
 
 def check_rows(data: DataConfig, rows: Rows, reader: Reader) -> Checked:
-    """Read every row once. Raises ValueError with the locations of rows that cannot be used."""
+    """Read every row once; return the usable ones. Raises ValueError with the locations of invalid rows."""
     keep = load_function(data.filter, setting="data.filter", takes="row") if data.filter else None
     checked, faults = Checked(rows=rows), []
     kinds: dict[str, dict[str, list[int]]] = {"prompt": defaultdict(list), "answer": defaultdict(list)}
@@ -50,7 +51,7 @@ def check_rows(data: DataConfig, rows: Rows, reader: Reader) -> Checked:
             checked.filtered += 1
             continue
 
-        # All rows with a fault are found at once, unless there is no end of them.
+        # Collect all invalid rows for one message, up to a limit.
         try:
             example = reader[index]
         except ValueError as error:
@@ -82,7 +83,7 @@ def check_rows(data: DataConfig, rows: Rows, reader: Reader) -> Checked:
 
 
 def _keeps(keep: Callable[[Row], Any], name: str, row: Row, place: str) -> bool:
-    """Return whether the user's filter keeps a row. Raises ValueError with file and line."""
+    """Return whether the user's filter keeps a row. Raises ValueError with file and line if it fails."""
 
     def check(kept: Any) -> bool:
         if not isinstance(kept, bool) and type(kept).__name__ not in ("bool_", "bool"):
@@ -94,18 +95,18 @@ def _keeps(keep: Callable[[Row], Any], name: str, row: Row, place: str) -> bool:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        # Once more, to see the line; a filter that does not fail again has its answer.
+        # Call the filter again to find the line of the error. If it succeeds this time, use its result.
         return call(f"data.filter={name}, {place}", check, keep, dict(row))
 
 
 def _kind(value: object) -> str:
-    """Return the name of a value's type, the same for all numbers."""
+    """Return the name of a value's type, with one name for all numbers."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return "number" if is_number else {"str": "text"}.get(type(value).__name__, type(value).__name__)
 
 
 def _check_kinds(what: str, rows: Rows, places: dict[str, list[int]]) -> None:
-    """Refuse columns with values of several types. Raises ValueError."""
+    """Raise ValueError if the prompts or answers have several types."""
     if len(places) < 2:
         return
     (most, _), *others = sorted(places.items(), key=lambda kind: -len(kind[1]))
@@ -118,7 +119,7 @@ def _check_kinds(what: str, rows: Rows, places: dict[str, list[int]]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Splits:
-    """Rows to train on and held-out ones, as positions in their `Checked`; notes: sentences for a person."""
+    """Training and held-out rows, as indices into the lists of `Checked`. notes: sentences for the user."""
 
     train: list[int]
     held_out: list[int]
@@ -126,7 +127,10 @@ class Splits:
 
 
 def make_splits(data: DataConfig, train: Checked, held_out: Checked | None) -> Splits:
-    """Divide the rows. held_out: None when a share of `train` is held out. Raises ValueError."""
+    """Divide the rows into training and held-out ones. Raises ValueError if none is left to train on.
+
+    held_out: rows of a separate held-out data set; None: hold out a share of `train`.
+    """
     rng = random.Random(f"data/{data.seed}")
     order = list(range(len(train.indices)))
     if data.shuffle:
@@ -151,7 +155,7 @@ def make_splits(data: DataConfig, train: Checked, held_out: Checked | None) -> S
 
 
 def _by_share(data: DataConfig, rows: Checked, order: list[int], notes: list[str]) -> Splits:
-    """Hold a share of the rows out, and leave prompts that are held out out of training."""
+    """Hold out a share of the rows, and remove training rows that have a held-out prompt."""
     share = data.share or _DEFAULT_SHARE
     number = max(1, round(share * len(order)))
     number = number if data.share else min(number, _DEFAULT_MOST)
@@ -171,7 +175,7 @@ def _by_share(data: DataConfig, rows: Checked, order: list[int], notes: list[str
 
 
 def _leak(train: Checked, order: Sequence[int], held_out: Checked) -> list[str]:
-    """Return the note of prompts that are in both data sets."""
+    """Return a note on prompts that are in both data sets, or an empty list."""
     held = {each: position for position, each in enumerate(held_out.prints)}
     common = [position for position in order if train.prints[position] in held]
     if not common:
@@ -189,7 +193,7 @@ def _leak(train: Checked, order: Sequence[int], held_out: Checked) -> list[str]:
 
 
 def _duplicates(rows: Checked, order: Sequence[int]) -> list[str]:
-    """Return the note of prompts that are repeated among the rows to train on."""
+    """Return a note on prompts that several training rows share, or an empty list."""
     first: dict[int, int] = {}
     repeated = []
     for position in sorted(order):
@@ -207,6 +211,6 @@ def _place(rows: Checked, position: int) -> str:
 
 
 def _listed(places: Sequence[str]) -> str:
-    """Return the first locations, and how many there are."""
+    """Return the first locations as text, and the number of further ones."""
     more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
     return f"{', '.join(places[:_NAMED])}{more}"

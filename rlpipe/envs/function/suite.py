@@ -1,8 +1,7 @@
 """Single-turn episodes over the rows of a data set, rewarded by functions.
 
-An instance is a row: "train/17" is the 17th row of the data set to train on. Rows are read when an episode
-starts. Which rows are used is determined once, in the process that launches the run, when `instance_ids` is
-first called.
+An instance is a row: "train/17" is row 17 (1-based) of the training data set. A row is read when its episode
+starts. The first call of `instance_ids`, in the process that launches the run, selects the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HELD_OUT = "held_out"
 class FunctionEpisode:
     """One answer to one prompt.
 
-    grouped: the answer is scored together with its siblings, once all of them have finished.
+    grouped: all answers of the group are scored together, after the last one has finished.
     """
 
     def __init__(self, example: Example, rewards: Sequence[Reward], *, grouped: bool) -> None:
@@ -44,7 +43,7 @@ class FunctionEpisode:
         return StepResult(done=True, reward=reward, info=info | {"submitted": True})
 
     def finish(self) -> StepResult:
-        """End without an answer; never called in practice, because every first turn is an answer."""
+        """End without an answer, for reward 0; not called in practice, as the first turn is the answer."""
         return StepResult(done=True, reward=0.0, info={"submitted": False})
 
     def close(self) -> None:
@@ -52,9 +51,10 @@ class FunctionEpisode:
 
 
 class FunctionSuite:
-    """The rows of a data set. Splits: `train` and `held_out`. Raises ValueError.
+    """A suite of the rows of a data set. Splits: `train` and `held_out`.
 
-    notes: sentences on the data for a person to read, filled by `instance_ids` and `drop_long`.
+    notes: sentences on the data for the user, added by `instance_ids` and `drop_long`.
+    Raises ValueError for wrong settings or data.
     """
 
     max_turns = 1
@@ -84,7 +84,7 @@ class FunctionSuite:
         for rows, reader in zip(self._rows.values(), self._readers.values(), strict=True):
             _check_answers(self.rewards, rows, reader)
 
-        # A function of several answers may compare them: it gets all attempts at a prompt at once.
+        # A batched function may compare answers, so it gets all attempts at a prompt in one call.
         self._grouped = any(reward.signature.form.batched for reward in self.rewards)
         if self._grouped:
             self.score_group = self._score_group
@@ -98,7 +98,7 @@ class FunctionSuite:
         return self._ids[split]
 
     def episode(self, instance_id: str) -> FunctionEpisode:
-        """Start a fresh attempt."""
+        """Start a new attempt at a row."""
         return FunctionEpisode(self.example(instance_id), self.rewards, grouped=self._grouped)
 
     def _score_group(self, instance_id: str, results: list[GroupMember]) -> list[float]:
@@ -110,19 +110,19 @@ class FunctionSuite:
         return [reward for reward, _ in scored]
 
     def example(self, instance_id: str) -> Example:
-        """Return the row of an instance."""
+        """Return the example of an instance's row."""
         table, _, number = instance_id.partition("/")
         return self._readers[table][int(number) - 1]
 
     def drop_long(self, count: Callable[[list[dict[str, str]]], int], limit: int) -> None:
-        """Leave out prompts of more than `limit` tokens. count: counts tokens of messages, template included.
+        """Drop prompts of more than `limit` tokens. Raises ValueError if no prompt is left.
 
-        Raises ValueError if no prompt is left.
+        count: function that returns the number of tokens of messages, chat template included.
         """
-        # A token has at least one byte, so that short prompts need not be encoded.
+        # A token has at least one byte, so a prompt with few bytes fits and need not be encoded.
         overhead = count([{"role": "user", "content": "x"}])
 
-        # A template may refuse a role, which short prompts may have as well.
+        # Render one prompt of each split, because the template may reject a role even in short prompts.
         for split in (TRAIN, HELD_OUT):
             count(self.example(self._ids[split][0]).messages)
 
@@ -153,7 +153,7 @@ class FunctionSuite:
             self._ids[split] = [instance_id for instance_id, _ in kept]
 
     def _table(self, split: str) -> str:
-        """Return the data set that a split is of."""
+        """Return the name of the data set that holds a split's rows."""
         return split if split in self._readers else TRAIN
 
     @cached_property
@@ -182,7 +182,7 @@ class FunctionSuite:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, for rewards that read them."""
+        """Return the token ids of a text, for reward functions that need them."""
         if self._encoder is None:
             from transformers import AutoTokenizer
 
@@ -191,7 +191,7 @@ class FunctionSuite:
 
 
 def _check_answers(rewards: Sequence[Reward], rows: Rows, reader: Reader) -> None:
-    """Refuse functions that need an answer where a data set has none. Raises ValueError."""
+    """Raise ValueError if a function needs an answer and the data set has no answers."""
     for reward in rewards:
         if "answer" in reward.signature.required and not reader.has_answers:
             raise ValueError(

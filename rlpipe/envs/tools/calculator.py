@@ -1,6 +1,7 @@
-"""Arithmetic on a text that a model wrote, by walking its syntax tree; the text is never executed.
+"""Evaluates arithmetic that a model wrote by walking its syntax tree; the text is never executed.
 
-Exact: numbers are fractions. Bounded: length of the text, size of every intermediate result.
+Results are exact, because numbers are fractions. The length of the text and the size of every intermediate
+result are limited.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from fractions import Fraction
 
 from rlpipe.envs.tools.schema import ToolError
 
-LONGEST = 200  # characters
+LONGEST = 200  # maximum number of characters
 _ALPHABET = re.compile(r"[0-9.+\-*/() ]+")
-LARGEST = 10**30  # of a numerator or denominator
+LARGEST = 10**30  # maximum of a numerator or denominator
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -29,16 +30,16 @@ _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """Evaluate numbers joined by + - * / and parentheses.
+    """Evaluate an expression of numbers, + - * / and parentheses.
 
-    Raises ToolError.
+    Raises ToolError if it is invalid or too large.
 
     >>> calculate("3 * (4 + 0.5)"), calculate("1 / 3"), calculate("7 - 9")
     ('13.5', '0.333333', '-2')
     """
     if len(expression) > LONGEST:
         raise ToolError(f"calculate: the expression has more than {LONGEST} characters")
-    if not _ALPHABET.fullmatch(expression):  # letters would have Python's parser warn, on our stderr
+    if not _ALPHABET.fullmatch(expression):  # with letters, Python's parser may print warnings
         raise ToolError("calculate: only numbers, + - * / and parentheses")
 
     try:
@@ -52,12 +53,12 @@ def calculate(expression: str) -> str:
 
 
 def show(value: Fraction) -> str:
-    """Format an integer exactly, any other number with six significant digits."""
+    """Format an integer exactly, and any other number with six significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Return the exact value of a node of the syntax tree. Raises ToolError."""
+    """Return the exact value of a node of the syntax tree. Raises ToolError if it has none."""
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
@@ -69,7 +70,7 @@ def _value(node: ast.expr) -> Fraction:
     else:
         raise ToolError("calculate: only numbers, + - * / and parentheses")
 
-    # Checked at every step, so that no intermediate result gets long enough to be slow.
+    # Check at every step, so that no intermediate result is large enough to be slow.
     if max(abs(value.numerator), value.denominator) > LARGEST:
         raise ToolError("calculate: a number is too large")
     return value

@@ -1,8 +1,8 @@
-"""One attempt at a question with tools: calls in, results out, until a turn that calls nothing.
+"""One attempt at a question with tools: the model calls tools until it writes a turn without a call.
 
-Owns the protocol. After a turn with calls, the observation has one line with the result of each; a call that
-is malformed, or that a tool refuses, gives `error: ...`. The first turn without a call is the answer, with
-reward 1.0 if it is right, else 0.0. Works with any tools (see `schema.Tool`), so a user's suite can use it.
+Owns the protocol. After a turn with calls, the observation has one line with the result of each call; a
+malformed or rejected call gives `error: ...`. The first turn without a call is the answer. Its reward is 1.0
+if it is right, else 0.0. Works with any tools (see `schema.Tool`), so a user's suite can use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ To call a tool, {how}. You then get its result. When you know the answer, write 
 
 
 def final_answer(text: str) -> str:
-    """Return the last line of an answer, without reasoning, label and full stop.
+    """Return the last line of an answer without reasoning block, label and full stop.
 
     >>> final_answer("<think>3 times 4</think>\\nAnswer: 12.")
     '12'
@@ -47,7 +47,7 @@ def final_answer(text: str) -> str:
 
 
 def same_answer(answer: str, expected: str) -> bool:
-    """Return whether two answers are equal, as numbers if both are, else as texts.
+    """Return whether two answers are equal, compared as numbers if both are numbers, else as texts.
 
     >>> same_answer("12.0", "12"), same_answer("1e9999999", "12"), same_answer("twelve", "12")
     (True, False, False)
@@ -59,12 +59,12 @@ def same_answer(answer: str, expected: str) -> bool:
 
     try:
         return Decimal(answer) == Decimal(expected)
-    except InvalidOperation:  # an exponent beyond Decimal's
+    except InvalidOperation:  # an exponent that Decimal does not support
         return answer == expected.lower()
 
 
 def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the chat messages an attempt starts from; with `schema=system` they describe the tools."""
+    """Return the opening chat messages; with `schema=system`, the system message describes the tools."""
     system = config.system_prompt
     if config.tools.schema is ToolSchema.SYSTEM:
         described = "\n".join(json.dumps(schema) for schema in schemas)
@@ -76,9 +76,9 @@ def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]])
 
 
 class ToolEpisode:
-    """One attempt at a task; the Protocol is `rlpipe.envs.base.Episode`.
+    """One attempt at a task; implements `rlpipe.envs.base.Episode`.
 
-    score: gives the reward of a final answer. extra: added to the trajectory's info.
+    score: function that returns the reward of a final answer. extra: values to add to the trajectory's info.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class ToolEpisode:
         return opening(self._question, self._config, [tool.schema() for tool in self._tools])
 
     def step(self, action: str) -> StepResult:
-        """Run the calls of a turn, or score its answer.
+        """Run the calls of a turn; if there are none, score the turn as the answer.
 
-        Raises InfrastructureError when the sandbox failed.
+        Raises InfrastructureError if the sandbox fails.
         """
         settings = self._config.tools
         try:
@@ -131,7 +131,7 @@ class ToolEpisode:
         return StepResult(observation=self._shown(results))
 
     def finish(self) -> StepResult:
-        """End without an answer (out of turns or context), for reward 0."""
+        """End without an answer (turns or context used up), for reward 0."""
         return self._end(0.0, submitted=False)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Makes tool-use instances: a question about numbers in a small library of documents.
 
-An instance is a function of its id, "family:index". Its library holds documents of one attribute each
-("weight of coin, fish"), with others that share the attribute or the thing, so that a search by only one of
-the two returns the wrong document. A family is the shape of the question; answers follow from the values.
+An instance is determined by its id, "family:index". Each document in its library has the values of one
+attribute for a few things ("weight of coin, fish"). Other documents share the attribute or a thing, so that a
+search by only one of them can return the wrong document. A family is a form of question; answers are computed
+from the values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Fact = tuple[str, str]  # (attribute, thing)
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Family:
-    """A shape of question. facts: how many values it needs; terms: see `Instance.terms`."""
+    """A form of question. facts: number of values that it needs. terms: see `Instance.terms`."""
 
     facts: int
     question: str
@@ -55,14 +56,14 @@ FAMILIES = TRAIN_FAMILIES | HELD_OUT_FAMILIES
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Document:
-    """Values of one attribute. values: by thing."""
+    """A document with the values of one attribute. values: value of each thing."""
 
     attribute: str
     values: dict[str, int]
 
     @property
     def header(self) -> str:
-        """The line that a search displays for the document.
+        """Return the line that a search displays for the document.
 
         >>> Document(attribute="age", values={"fish": 3, "tree": 40}).header
         'age of fish, tree'
@@ -71,15 +72,15 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The full text of the document."""
+        """Return the full text of the document."""
         return "\n".join([self.attribute, *(f"- {thing}: {value}" for thing, value in self.values.items())])
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Instance:
-    """One question. documents: by name. facts: the values it needs, in order.
+    """One question. documents: documents by name. facts: the values that the question needs, in order.
 
-    terms: the expression, numbers and operators by turns; its value is the answer.
+    terms: numbers and operators, alternating, of the expression whose value is the answer.
     """
 
     instance_id: str
@@ -92,7 +93,7 @@ class Instance:
 
 
 def make_instance(instance_id: str) -> Instance:
-    """Make the instance of an id. Raises ValueError for a family that does not exist.
+    """Make the instance with this id. Raises ValueError for an unknown family.
 
     >>> one = make_instance("times:0")
     >>> one.question, one.terms, one.answer
@@ -126,12 +127,12 @@ def make_instance(instance_id: str) -> Instance:
 
 
 def _facts(rng: random.Random, count: int) -> tuple[Fact, ...]:
-    """Sample different facts, which may share an attribute or a thing."""
+    """Sample distinct facts, which may share an attribute or a thing."""
     facts: list[Fact] = []
     while len(facts) < count:
         attribute, thing = rng.choice(ATTRIBUTES), rng.choice(THINGS)
 
-        # Facts that share a part are harder to tell from each other.
+        # Facts that share an attribute or a thing are harder to distinguish.
         if facts and rng.random() < 0.5:
             attribute, thing = rng.choice([(facts[0][0], thing), (attribute, facts[0][1])])
         if (attribute, thing) not in facts:
@@ -140,9 +141,9 @@ def _facts(rng: random.Random, count: int) -> tuple[Fact, ...]:
 
 
 def _library(rng: random.Random, facts: tuple[Fact, ...]) -> dict[str, Document]:
-    """Make the documents of the facts, and for each attribute two misleading ones.
+    """Make a document for each attribute of the facts, and two misleading documents for each.
 
-    One shares the attribute but has other things, one shares the thing but has another attribute.
+    One has the same attribute but other things; the other has the same thing but another attribute.
     """
     things_by_attribute: dict[str, list[str]] = {}
     for attribute, thing in facts:
@@ -164,7 +165,7 @@ def _library(rng: random.Random, facts: tuple[Fact, ...]) -> dict[str, Document]
 
 
 def _document(rng: random.Random, attribute: str, things: list[str], *, without: set[str]) -> Document:
-    """Make a document with these things and two or three others, none of `without` among them."""
+    """Make a document with these things and two or three others that are not in `without`."""
     others = [t for t in THINGS if t not in things and t not in without]
     chosen = things + rng.sample(others, rng.randint(2, 3))
     rng.shuffle(chosen)

@@ -1,7 +1,7 @@
 """The tools of an instance: search and read its documents, calculate, run Python.
 
-Owns the results of the tools. Only `python` executes what the model wrote, and only in the sandbox, where the
-documents are files; its work tree is kept for the episode.
+Owns the results of the tools. Only the tool `python` executes code of the model, and only in the sandbox,
+where the documents are files. The sandbox keeps its work tree during the episode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpipe.envs.tools.generate import Document, Instance
 from rlpipe.envs.tools.schema import Tool, ToolError, text_tool
 
 HITS = 2
-_LONGEST_CODE = 20_000  # characters
+_LONGEST_CODE = 20_000  # maximum number of characters
 _WORD = re.compile(r"[a-z0-9]+")
 _COMMON = {"of", "the", "a", "and"}
 
@@ -32,7 +32,7 @@ def search(documents: dict[str, Document], query: str) -> str:
     words = set(_WORD.findall(query.lower())) - _COMMON
     scores = [(len(words & set(_WORD.findall(d.header))), name) for name, d in documents.items()]
 
-    # Equal scores are ordered by name, so that a search is repeatable.
+    # Order equal scores by name, so that a search is reproducible.
     hits = [name for score, name in sorted(scores, key=lambda x: (-x[0], x[1])) if score][:HITS]
     if not hits:
         raise ToolError("search: nothing found")
@@ -47,11 +47,14 @@ def read(documents: dict[str, Document], document: str) -> str:
 
 
 def run_python(sandbox: Sandbox, code: str) -> str:
-    """Return what a program prints. Raises ToolError if it fails, InfrastructureError if the sandbox does."""
+    """Run a program; return its output.
+
+    Raises ToolError if the program fails, and InfrastructureError if the sandbox fails.
+    """
     if len(code) > _LONGEST_CODE:
         raise ToolError(f"python: the program has more than {_LONGEST_CODE} characters")
 
-    code = code.encode(errors="replace").decode().replace("\0", "")  # no shell takes these
+    code = code.encode(errors="replace").decode().replace("\0", "")  # a shell accepts no NUL or surrogate
     result = sandbox.run(shlex.join(["python3", "-I", "-B", "-c", code]))
 
     if result.exceeded:
@@ -64,14 +67,14 @@ def run_python(sandbox: Sandbox, code: str) -> str:
 
 
 def files(instance: Instance) -> dict[str, str]:
-    """Return the files in the folder of a Python program: NAME.txt for every document."""
+    """Return the files that a Python program can read: NAME.txt for every document."""
     return {f"{name}.txt": document.text + "\n" for name, document in instance.documents.items()}
 
 
 def make_tools(
     names: Sequence[ToolName], documents: dict[str, Document], sandbox: Sandbox | None
 ) -> list[Tool]:
-    """Make the named tools over these documents. sandbox: needed to call `python`, not to describe it."""
+    """Make the named tools for these documents. sandbox: needed only when `python` is called."""
     known = {
         ToolName.SEARCH: text_tool(
             "search",

@@ -1,11 +1,11 @@
 """Reads tool calls from a turn's text, strictly: a nearly correct call is an error, never an answer.
 
-    hermes     <tool_call>{"name": "read", "arguments": {"document": "store"}}</tool_call>, one tag a call
+    hermes     <tool_call>{"name": "read", "arguments": {"document": "store"}}</tool_call>, one tag per call
                (Hermes, Qwen2.5, Qwen3)
-    json       the whole turn is one such object; "parameters" may stand for "arguments" (Llama 3.1)
-    pythonic   the whole turn is [read(document="store")], literals only (Llama 3.2 and 4)
+    json       the full turn is one such JSON object; the key "parameters" also means "arguments" (Llama 3.1)
+    pythonic   the full turn is [read(document="store")], with literal arguments only (Llama 3.2 and 4)
 
-Owns the formats. Knows no tool: names and arguments are checked by `schema.call_tool`.
+Owns the formats only; `schema.call_tool` checks the names and arguments of tools.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from typing import Any
 from rlpipe.config.env import ToolParser
 from rlpipe.envs.tools.schema import ToolCall
 
-LONGEST_TURN = 20_000  # characters; longer ones are not parsed
-LONGEST_NUMBER = 1000  # characters; Python refuses to print an integer of more than 4,300 digits
+LONGEST_TURN = 20_000  # maximum number of characters; longer turns are not parsed
+LONGEST_NUMBER = 1000  # maximum number of characters; Python cannot print integers of more than 4,300 digits
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAGS = ("<tool_call>", "</tool_call>")
 
 
 class MalformedCall(ValueError):
-    """The turn contains a tool call in a wrong format; the message goes back to the model."""
+    """Raised if a turn contains a tool call in a wrong format; the model reads the message."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParsedTurn:
-    """A parsed turn. calls: in order, () for an answer. content: the text around the calls."""
+    """A parsed turn. calls: in order; empty if the turn is an answer. content: text outside the calls."""
 
     calls: tuple[ToolCall, ...]
     content: str
 
 
 def parse_turn(text: str, parser: ToolParser) -> ParsedTurn:
-    """Parse the calls and the content of a turn.
-
-    Raises MalformedCall.
+    """Parse the calls and the content of a turn. Raises MalformedCall for a call in a wrong format.
 
     >>> parse_turn('<tool_call>{"name": "read", "arguments": {}}</tool_call>', ToolParser.HERMES).calls
     (ToolCall(name='read', arguments={}),)
@@ -60,7 +58,7 @@ def _hermes(text: str) -> ParsedTurn:
     calls = tuple(_object(_load(body), ("arguments",)) for body in _HERMES.findall(text))
     content = _HERMES.sub("", text).strip()
 
-    # A tag that is left over belongs to a call that was not closed or not opened.
+    # A remaining tag has no matching opening or closing tag.
     if any(tag in content for tag in _TAGS):
         raise MalformedCall("every <tool_call> needs its </tool_call>")
     return ParsedTurn(calls=calls, content=content)
@@ -74,7 +72,7 @@ def _json(text: str) -> ParsedTurn:
 
 
 def _pythonic(text: str) -> ParsedTurn:
-    """Parse a turn such as [read(document="store")]. Raises MalformedCall."""
+    """Parse a turn such as [read(document="store")]. Raises MalformedCall for a call in a wrong format."""
     text = text.strip()
     if not text.startswith("["):
         return ParsedTurn(calls=(), content=text)
@@ -83,7 +81,7 @@ def _pythonic(text: str) -> ParsedTurn:
         if not isinstance(tree, ast.List) or not tree.elts:
             raise MalformedCall("expected [tool(argument=value, ...)]")
 
-        # The syntax tree no longer shows how a number was written.
+        # The syntax tree does not show how a number was written, so check the tokens.
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NUMBER and (len(token.string) > LONGEST_NUMBER or "_" in token.string):
                 raise MalformedCall(f"not a number: {token.string:.40}")
@@ -96,7 +94,7 @@ def _pythonic(text: str) -> ParsedTurn:
 
 
 def _python_call(node: ast.expr) -> ToolCall:
-    """Return the call of a node of the syntax tree. Raises MalformedCall."""
+    """Convert a node of the syntax tree to a call. Raises MalformedCall if it is not a valid call."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise MalformedCall("expected tool(argument=value, ...) with named arguments")
 
@@ -110,15 +108,15 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 def strict_json(text: str | bytes, **options: Any) -> Any:
-    """Read JSON as other languages do: no NaN, no number beyond a float. options: of `json.loads`.
+    """Parse standard JSON: no NaN and no number outside the range of a float. options: for `json.loads`.
 
-    Raises ValueError, and RecursionError for what is nested too deeply.
+    Raises ValueError for invalid JSON, and RecursionError if it is nested too deeply.
     """
     return json.loads(text, parse_constant=_refuse, parse_float=_finite, **options)
 
 
 def _load(body: str) -> Any:
-    """Read a call's JSON, in which no key may repeat. Raises MalformedCall."""
+    """Parse a call's JSON. Raises MalformedCall if it is invalid or repeats a key."""
     try:
         return strict_json(body, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
@@ -146,7 +144,10 @@ def _finite(digits: str) -> float:
 
 
 def _object(record: Any, keys: tuple[str, ...]) -> ToolCall:
-    """Return the call of a JSON object; `keys` are the names its arguments may have. Raises MalformedCall."""
+    """Convert a JSON object to a call. Raises MalformedCall if it has another form.
+
+    keys: keys that may hold the arguments.
+    """
     present = [key for key in keys if isinstance(record, dict) and key in record]
     if len(present) != 1 or record.keys() != {"name", present[0]}:
         raise MalformedCall('expected {"name": ..., "arguments": {...}} and nothing else')

@@ -1,7 +1,7 @@
-"""Tools: each has a name, a JSON schema of its arguments in OpenAI's form, and a function.
+"""Tools: each has a name, a JSON schema of its arguments in OpenAI's format, and a function.
 
-Owns the check of a call before its function sees it. A call that is wrong, or whose tool refuses, is a
-`ToolError`, which the model reads as text; it is never the end of an episode.
+Owns the check of a call before the function runs. An invalid or rejected call raises a `ToolError`, whose
+message the model reads; it never ends the episode.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jsonschema import Draft202012Validator
 
 
 class ToolError(ValueError):
-    """The model's call cannot be answered; the message goes back to the model."""
+    """Raised if a tool call has no result; the model reads the message."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolCall:
-    """A call that the model wrote. arguments: by name, not checked yet."""
+    """A call that the model wrote. arguments: values by name, not yet checked."""
 
     name: str
     arguments: dict[str, Any]
@@ -29,7 +29,8 @@ class ToolCall:
 class Tool:
     """One tool.
 
-    parameters: JSON schema of an object. function: keyword arguments to text; raises ToolError.
+    parameters: JSON schema of the arguments, an object. function: takes keyword arguments and returns text;
+        may raise ToolError.
 
     >>> echo = text_tool("echo", "Repeat.", {"text": "what to repeat"}, lambda text: text)
     >>> echo.schema()["function"]["parameters"]["required"]
@@ -42,7 +43,7 @@ class Tool:
     function: Callable[..., str]
 
     def schema(self) -> dict[str, Any]:
-        """Return the schema that OpenAI's chat API and chat templates take."""
+        """Return the schema in the format of OpenAI's chat API and of chat templates."""
         return {
             "type": "function",
             "function": {
@@ -54,7 +55,7 @@ class Tool:
 
 
 def text_tool(name: str, description: str, arguments: dict[str, str], function: Callable[..., str]) -> Tool:
-    """Make a tool that takes text arguments, all of them required. arguments: description by name."""
+    """Make a tool whose arguments are required texts. arguments: description of each argument, by name."""
     return Tool(
         name=name,
         description=description,
@@ -71,7 +72,7 @@ def text_tool(name: str, description: str, arguments: dict[str, str], function: 
 def call_tool(tools: Sequence[Tool], call: ToolCall) -> str:
     """Check a call and return its result.
 
-    Raises ToolError for a name that does not exist, arguments that do not fit the schema, or a refusal.
+    Raises ToolError for an unknown tool, for arguments that do not fit the schema, or if the tool raises it.
 
     >>> echo = text_tool("echo", "Repeat.", {"text": "what to repeat"}, lambda text: text)
     >>> call_tool([echo], ToolCall(name="echo", arguments={"text": "hi"}))
@@ -84,7 +85,7 @@ def call_tool(tools: Sequence[Tool], call: ToolCall) -> str:
     if tool is None:
         raise ToolError(f"no tool {call.name!r:.60}; there are {', '.join(t.name for t in tools)}")
 
-    # The first error is enough for the model to correct its call.
+    # Report only the first error; it is enough for the model to correct the call.
     for error in Draft202012Validator(tool.parameters).iter_errors(call.arguments):
         raise ToolError(f"{tool.name}: {error.message:.200}")
 

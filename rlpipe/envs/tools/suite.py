@@ -1,7 +1,7 @@
 """All tool-use instances of a run. Splits: `train`, `held_instances` and `held_families`.
 
-Held-out indices start at 0 for every seed of the run, training indices at (1 + seed) million. Those that the
-shipped model was made from (recipes/agent_rl) start at a billion. A family of `held_families` is never
+Held-out indices start at 0 for every seed of the run, and training indices at (1 + seed) million. The indices
+that trained the shipped model (recipes/agent_rl) start at a billion. Families in `held_families` are never
 trained on.
 """
 
@@ -20,7 +20,7 @@ from rlpipe.envs.tools.library import files, make_tools
 
 
 def check_tools(config: EnvConfig) -> None:
-    """Raise ValueError when a tool needs a sandbox that does not work, or one of another kind."""
+    """Raise ValueError if a tool needs a sandbox and the configured one has the wrong kind or cannot run."""
     if ToolName.PYTHON not in config.tools.names:
         return
     if config.sandbox.backend is not SandboxBackend.BUBBLEWRAP:
@@ -33,7 +33,7 @@ def check_tools(config: EnvConfig) -> None:
 
 
 class ToolSuite(SplitTable):
-    """A suite of tool-use tasks. tools: OpenAI schemas for the chat template, None with schema=system."""
+    """A suite of tool-use tasks. tools: OpenAI schemas for the chat template; None with schema=system."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
         settings = config.tools
@@ -41,7 +41,7 @@ class ToolSuite(SplitTable):
         self.max_turns = config.max_turns
         self._runner = make_tree_runner(config.sandbox) if ToolName.PYTHON in settings.names else None
 
-        # Schemas need neither documents nor a sandbox.
+        # Making the schemas needs neither documents nor a sandbox.
         described = [tool.schema() for tool in make_tools(settings.names, {}, None)]
         self.tools: list[dict[str, Any]] | None = described if settings.in_template else None
 
@@ -60,7 +60,7 @@ class ToolSuite(SplitTable):
         )
 
     def episode(self, instance_id: str) -> ToolEpisode:
-        """Start a fresh attempt."""
+        """Start a new attempt at an instance."""
         instance = make_instance(instance_id)
         sandbox = self._sandbox(files(instance))
         return ToolEpisode(
@@ -82,12 +82,12 @@ class ToolSuite(SplitTable):
         return TreeSandbox(self._runner, tree_of(contents))
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """Return (outcomes that were reused, outcomes in all) since the start; zeros without a memo."""
+        """Return (reused outcomes, all outcomes) as numbers since the start; zeros without a cache."""
         return self._runner.counts if self._runner else (0, 0)
 
 
 def ids(families: Sequence[str] | dict[str, Any], indices: range) -> list[str]:
-    """Return the first len(indices) ids, the families taking turns.
+    """Return the first len(indices) ids, alternating between the families.
 
     >>> ids(["sum", "value"], range(3))
     ['sum:0', 'value:0', 'sum:1']

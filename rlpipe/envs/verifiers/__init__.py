@@ -1,2 +1,4 @@
-"""verifiers 0.4 in process. `suite` is the environment, `agent` the model's side, `load` and `toolsets` the
-library's."""
+"""Environments of the library verifiers 0.4, run in this process.
+
+`suite` is the environment, `agent` represents the model, and `load` and `toolsets` call the library.
+"""

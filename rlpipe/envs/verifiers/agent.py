@@ -1,4 +1,4 @@
-"""The model as verifiers' agent: one object is `Agents`, the only agent, and its `Interaction`."""
+"""The model as an agent of verifiers: one object acts as `Agents`, as the only agent and as `Interaction`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlpipe.envs.verifiers.toolsets import Served, serve
 
 
 class TheModel:
-    """An agent of verifiers that rlpipe generates.
+    """An agent of verifiers whose turns rlpipe generates.
 
-    messages: chat messages for the model. answers: its turns, None when there are no more.
-    trace: the library's record, which has the rewards once the exchange has ended.
+    messages: queue of chat messages for the model. answers: queue of the model's turns; None ends the
+    attempt. trace: the library's record of the attempt; has the rewards once the attempt has ended.
     """
 
     def __init__(self, config: EnvConfig, env: Any) -> None:
@@ -26,18 +26,18 @@ class TheModel:
         self.trace: Any = None
 
     def __getattr__(self, name: str) -> TheModel:
-        """Return itself, by whatever name the environment calls its agent."""
+        """Return this object for any name, because the environment chooses the name of its agent."""
         return self
 
     async def run(self, task: Any) -> Any:
-        """Get one answer to the task's prompt."""
+        """Get one answer to the task's prompt; return the trace."""
         async with self.interaction(task):
             await self.turn()
         return self.trace
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[TheModel]:
-        """Open an exchange, and score it in the end."""
+        """Set up the task, yield this object for the conversation, and score the result at the end."""
         from verifiers.v1 import AgentConfig, AgentInfo, Trace, TraceTask
         from verifiers.v1.state import state_cls
 
@@ -45,7 +45,7 @@ class TheModel:
         agent = AgentInfo(config=AgentConfig())
         self.trace = Trace(task=described, agent=agent, state=state_cls(type(task))())
 
-        # The hooks get no runtime: `load` has refused tasks that need one.
+        # Pass no runtime to the hooks: `load` rejects tasks that need one.
         await task.setup(self.trace, None)
         self._served = await serve(self._env.taskset, task, self.trace.state)
         yield self
@@ -53,7 +53,7 @@ class TheModel:
         await task.score(self.trace, None)
 
     async def turn(self, message: Any = None) -> Any:
-        """Send a message or the task's prompt; return the model's answer, after its tool calls."""
+        """Send a message (None: the task's prompt), run the model's tool calls, and return its answer."""
         from verifiers.v1 import Segment
 
         messages = self._messages(message)
@@ -77,7 +77,7 @@ class TheModel:
         return Segment(messages=[node.message for node in self.trace.nodes[start:]])
 
     def _prompts(self) -> list[Any]:
-        """Return one system message, of the run, of the tools and of the task, if any of them has one."""
+        """Return one system message that joins those of run, tools and task; empty if none has one."""
         from verifiers.v1.types import SystemMessage
 
         system = [m["content"] for m in opening("", self._config, self._served.schemas)[:-1]]
@@ -85,7 +85,7 @@ class TheModel:
         return [SystemMessage(content="\n\n".join(system))] if system else []
 
     def _messages(self, message: Any) -> list[Any]:
-        """Return a message as the library's messages; the task's prompt for None."""
+        """Convert a message, or the task's prompt for None, to the library's message objects."""
         from verifiers.v1.dialects.chat import parse_message
         from verifiers.v1.types import UserMessage
 

@@ -1,6 +1,6 @@
-"""Loads a verifiers environment: its taskset and its `run`.
+"""Loads an environment of the library verifiers: its taskset and its `run`.
 
-Refuses tasks that need a harness or a runtime, which `env=verifiers` does not have.
+Rejects tasks that need a harness or a runtime, because `env=verifiers` provides neither.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HARNESS = "harnesses, runtimes and containers are not part of env=verifiers, wh
 
 
 def load_environment(config: VerifiersConfig) -> Any:
-    """Make the environment, with its taskset as `taskset`. Raises ValueError for what cannot be used."""
+    """Make the environment; its attribute `taskset` has the tasks. Raises ValueError if it cannot be used."""
     import verifiers.v1 as vf
     from verifiers.v1.envs.single_agent import SingleAgentEnv
     from verifiers.v1.utils import loaders
@@ -46,20 +46,20 @@ def load_environment(config: VerifiersConfig) -> Any:
         env_settings = env_config()
         _check_task(taskset.task_type())
         _check_seats(env_class, env_settings)
-    except Exception as error:  # of the library, of pydantic, of the user's code
+    except Exception as error:  # an error of the library, of pydantic, or of the user's code
         if str(error).startswith("env."):
             raise
-        reason = " ".join(str(error).split())  # pydantic's name the field on a second line
+        reason = " ".join(str(error).split())  # pydantic names the field on a second line
         raise ValueError(f"{where}: {reason}.") from error
 
-    # The library's constructor loads harnesses by default.
+    # Skip the constructor, which loads harnesses by default.
     env = object.__new__(env_class)
     env.config, env.taskset = env_settings, taskset
     return env
 
 
 def tasks_by_split(taskset: Any, config: EnvConfig) -> dict[str, dict[str, Any]]:
-    """Return tasks by id by split: `env.held_out_size` held out, then at most `env.train_size` others."""
+    """Return the tasks of each split by id: hold out `env.held_out_size`, train on `env.train_size` others."""
     ordered = taskset.shuffle(seed=0) if taskset.bounded else taskset
     count = config.held_out_size + config.train_size
     tasks = {f"task:{task.data.idx}": task for task in itertools.islice(ordered, count)}
@@ -74,7 +74,7 @@ def tasks_by_split(taskset: Any, config: EnvConfig) -> dict[str, dict[str, Any]]
 
 
 def _check_task(task_class: Any) -> None:
-    """Raise ValueError for a task that needs what only a harness has."""
+    """Raise ValueError for a task that needs a harness."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     task = object.__new__(task_class)
@@ -90,7 +90,7 @@ def _check_task(task_class: Any) -> None:
 
 
 def _check_seats(env_class: Any, settings: Any) -> None:
-    """Raise ValueError for an environment of several agents: they would need a trajectory each."""
+    """Raise ValueError for an environment with several agents, because each would need a trajectory."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = list(agent_config_fields(settings))

@@ -2,10 +2,10 @@
 
     Env.run(task, agents) --turn(message)--> what the model reads --step(action)--> Segment --> ... rewards
 
-The library's `run` is a coroutine that talks to an agent; here the agent is the model in training. A plain
-taskset has one answer, after any number of turns that call tools. The reward is the sum of the task's
-weighted rewards; the info has rewards and metrics by name. Harnesses, which drive the model themselves, are
-refused (`load`).
+The library's `run` is a coroutine that talks to an agent; here the agent is the model in training. With a
+plain taskset, the model answers once, after any number of turns with tool calls. The reward is the weighted
+sum of the task's rewards; the info has rewards and metrics by name. Harnesses, which call the model
+themselves, are rejected (`load`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlpipe.envs.verifiers.toolsets import schemas_of
 
 
 def check_verifiers(config: EnvConfig) -> None:
-    """Refuse what needs a harness or a runtime, and rehearse a task of each split. Raises ValueError."""
+    """Load the environment and rehearse a task of each split. Raises ValueError if it cannot be used."""
     require("verifiers", extra="verifiers")
     suite = VerifiersSuite(config)
     rehearse(suite, config.verifiers.taskset, episodes=1, setting="env.verifiers.taskset")
 
 
 class VerifiersSuite(SplitTable):
-    """Tasks of a taskset, shuffled in the same way for every seed; the first are held out."""
+    """A suite of a taskset's tasks, in the same shuffled order for every seed; the first are held out."""
 
     def __init__(self, config: EnvConfig) -> None:
         self._config, self.max_turns = config, config.max_turns
@@ -43,12 +43,12 @@ class VerifiersSuite(SplitTable):
         self.tools: list[dict[str, Any]] | None = schemas if config.tools.in_template else None
 
     def episode(self, instance_id: str) -> VerifiersEpisode:
-        """Start a fresh attempt."""
+        """Start a new attempt at a task."""
         return VerifiersEpisode(self._config, self._env, self._tasks[instance_id])
 
 
 class VerifiersEpisode:
-    """One `run` of the environment."""
+    """One call of the environment's `run`."""
 
     def __init__(self, config: EnvConfig, env: Any, task: Any) -> None:
         self._config, self._env, self._task = config, env, task
@@ -63,24 +63,24 @@ class VerifiersEpisode:
         return messages
 
     async def step(self, action: str) -> StepResult:
-        """Answer the environment; it continues, or ends and is scored."""
+        """Send the answer to the environment; return its next message, or the score if it ends."""
         await self._agents.answers.put(action)
         messages = await self._next()
         return self._scored(submitted=True) if messages is None else StepResult(observation=messages)
 
     async def finish(self) -> StepResult:
-        """End at a limit of turns or context; the conversation so far is scored."""
+        """End because turns or context are used up; score the conversation so far."""
         await self._agents.answers.put(None)
         await self._next()
         return self._scored(submitted=False)
 
     async def close(self) -> None:
-        """End an environment that is still waiting for a turn."""
+        """Stop the environment if it is still waiting for a turn."""
         if self._run:
             self._run.cancel()
 
     async def _next(self) -> list[dict[str, str]] | None:
-        """Return the environment's message; None when it has ended. Raises what it raised."""
+        """Return the environment's next message; None if it has ended. Raises the environment's error."""
         assert self._run, "messages() comes first"
         messages = asyncio.create_task(self._agents.messages.get())
         await asyncio.wait({messages, self._run}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,7 +88,7 @@ class VerifiersEpisode:
             return messages.result()
         messages.cancel()
         if error := self._run.exception():
-            raise error.__cause__ or error  # the library wraps what a task's own code raises
+            raise error.__cause__ or error  # the library wraps errors of a task's code
         return None
 
     def _scored(self, *, submitted: bool) -> StepResult:

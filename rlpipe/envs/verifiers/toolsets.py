@@ -1,4 +1,4 @@
-"""The tools of a task, served in this process, and the tool calls in a turn of the model."""
+"""Serves the tools of a task in this process, and runs the tool calls in a turn of the model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from rlpipe.envs.tools.parsers import MalformedCall, parse_turn
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """Tools of an episode. schemas: OpenAI's. servers: by the model's name of a tool, with its own name."""
+    """The tools of an episode.
+
+    schemas: OpenAI schemas. servers: (server, name on that server) for each tool name that the model sees.
+    """
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
     servers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     async def answer(self, text: str, parser: ToolParser, number: int) -> tuple[Any, list[Any]]:
-        """Return a turn of the model as the library's message, and the results of its calls, if any.
+        """Run the calls in a turn; return the turn as the library's message, and the results as messages.
 
-        number: of the turn's message, which makes the ids of its calls unique.
+        number: index of the turn's message, which makes the ids of its calls unique.
         """
         from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
@@ -44,13 +47,13 @@ class Served:
         return AssistantMessage(content=parsed.content, tool_calls=made), results
 
     async def call(self, call: tools.ToolCall) -> str:
-        """Return a tool's result, or the error in the call, as text for the model."""
+        """Run a call; return the tool's result or the error as text for the model."""
         if call.name not in self.servers:
             return f"error: no tool {call.name!r}; there are {', '.join(self.servers) or 'none'}"
         server, name = self.servers[call.name]
         try:
             result = await server.call_tool(name, call.arguments)
-        except Exception as error:  # wrong arguments, and whatever the tool raises: both go to the model
+        except Exception as error:  # wrong arguments or an error of the tool; the model reads it
             return f"error: {error}"
         return "\n".join(getattr(part, "text", "") for part in result.content)
 
@@ -66,9 +69,9 @@ async def serve(taskset: Any, task: Any, state: Any = None) -> Served:
             return state
 
         async def push(before: bytes) -> None:
-            """Keep nothing: the tools change the state itself."""
+            """Do nothing: the tools change the state object directly."""
 
-        # The library sends the state to a server in another process; here is but one.
+        # The library sends the state to a server in another process. Here, the tools run in this process.
         toolset._pull_state, toolset._push_state = pull, push
         if state is not None:
             await toolset.setup()
@@ -85,6 +88,6 @@ async def serve(taskset: Any, task: Any, state: Any = None) -> Served:
 
 
 def schemas_of(taskset: Any, task: Any) -> list[dict[str, Any]]:
-    """Return the schemas of the tools, from any thread, in an event loop or not."""
+    """Return the schemas of the tools; may be called from any thread, with or without an event loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, serve(taskset, task)).result().schemas
