@@ -73,7 +73,7 @@ def to_text(space: Any, value: object) -> str:
 
 
 def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
-    """Return the action that an answer names. If it names none, raise ValueError with a text for the model."""
+    """Return the action that an answer names. If there is none, the ValueError has a text for the model."""
     parts = _parts(space)
     lines = [line.strip() for line in text.splitlines() if line.strip()] if len(parts) > 1 else [text]
     if len(lines) != len(parts):

@@ -1,8 +1,8 @@
 """Sandboxes: containment for the commands that a model writes.
 
-Owns the choice of a backend, and the check that it works. `local` contains commands on this machine with
-bubblewrap and treats a work tree as a value; `container` runs them in an image. Backends are imported
-on use, so that a configuration can be read without them.
+Owns the choice of a backend and the check that it works. `local` runs commands in bubblewrap on this machine
+and treats a work tree as a value; `container` runs them in an image. Backends are imported on use, so that a
+configuration can be read without them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 provide_home()
 _PACKAGES = {"bwrap": "bubblewrap", "setpriv": "util-linux"}
-_SCRATCH_PROBE = 4 << 20  # bytes
+_SCRATCH_PROBE = 4 << 20  # bytes of the test file
 _NAMESPACES = (
     "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu 24.04 also "
     "kernel.apparmor_restrict_unprivileged_userns=0; inside Docker: --security-opt seccomp=unconfined "
@@ -47,9 +47,9 @@ _NAMESPACES = (
 
 
 def check_sandbox(config: SandboxConfig) -> None:
-    """Check that commands can be contained here, by running one.
+    """Check that the sandbox works on this machine, by running a command in it.
 
-    Also removes what killed runs left. Raises ValueError with what is missing and a hint.
+    Also removes leftovers of killed runs. Raises ValueError that names what is missing, with a hint.
     """
     if config.backend is not SandboxBackend.BUBBLEWRAP:
         _check_container_tool(config)
@@ -61,7 +61,7 @@ def check_sandbox(config: SandboxConfig) -> None:
             "run in a Linux machine or container, or set env.sandbox.backend=docker."
         )
 
-    # Only root has to become another user, since limits on processes do not bind root.
+    # Limits on the number of processes do not apply to root, so root must run commands as another user.
     tools = ["bwrap"] + (["setpriv"] if os.geteuid() == 0 else [])
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
@@ -89,7 +89,7 @@ def check_sandbox(config: SandboxConfig) -> None:
 
 
 def _check_scratch() -> None:
-    """Write a little where work trees will be. Raises ValueError when there is no space."""
+    """Write a small file into the folder of work trees. Raises ValueError if there is no space."""
     folder = scratch()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -102,7 +102,7 @@ def _check_scratch() -> None:
 
 
 def _check_container_tool(config: SandboxConfig) -> None:
-    """Refuse a container tool that is missing or does not answer. Raises ValueError."""
+    """Raise ValueError if the container tool is missing or does not answer."""
     tool = config.backend.value
     if shutil.which(tool) is None:
         raise ValueError(
@@ -129,14 +129,14 @@ def _check_container_tool(config: SandboxConfig) -> None:
 
 
 def make_tree_runner(config: SandboxConfig) -> TreeRunner:
-    """Return a runner of commands on trees of files, with bubblewrap."""
+    """Return a runner that runs commands on trees of files in bubblewrap."""
     from rlpipe.envs.sandbox.local import TreeRunner
 
     return TreeRunner(config)
 
 
 def make_container_sandbox(config: SandboxConfig, image: str) -> DockerSandbox | SingularitySandbox:
-    """Start a fresh container of an image. Raises InfrastructureError when it does not start."""
+    """Start a new container of an image. Raises InfrastructureError if it does not start."""
     from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
 
     docker = config.backend is SandboxBackend.DOCKER

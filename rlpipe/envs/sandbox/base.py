@@ -1,4 +1,4 @@
-"""The contract of a sandbox: the outcome of a command, and which limit ended it."""
+"""The interface of a sandbox: the outcome of a command, and the limit that ended it, if any."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Limit(StrEnum):
-    """A limit for which a command was ended."""
+    """The limit that a command exceeded."""
 
     TIME = "timeout"
     OUTPUT = "too much output"
@@ -21,8 +21,8 @@ class CommandResult:
     """Outcome of one command; a failing command is a result, a failing sandbox is an exception.
 
     output: stdout and stderr in the order written, UTF-8 with replacement, at most `output_kb`.
-    exit_code: of the shell; 128 + n when signal n ended the command.
-    exceeded: the limit it was ended for, or None. seconds: wall-clock, 0 for a reused outcome.
+    exit_code: exit code of the shell; 128 + n if signal n ended the command.
+    exceeded: the limit that ended the command, or None. seconds: wall-clock time, 0 for a cached outcome.
     """
 
     output: str
@@ -32,16 +32,16 @@ class CommandResult:
 
 
 class Sandbox(Protocol):
-    """A contained shell over one work tree. Calls block; an episode makes them one at a time."""
+    """A contained shell on one work tree. Calls block; an episode makes one call at a time."""
 
     def run(self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"") -> CommandResult:
-        """Run a shell command in the work tree; a new shell each time.
+        """Run a shell command in the work tree, in a new shell each time.
 
-        timeout_s: wall-clock limit, the configured one when None. stdin: what the command may read.
-        Raises InfrastructureError when the sandbox itself failed.
+        timeout_s: wall-clock limit; None: the configured limit. stdin: bytes on the command's standard input.
+        Raises InfrastructureError if the sandbox fails.
         """
         ...
 
     def close(self) -> None:
-        """Free what the sandbox holds."""
+        """Free the sandbox's resources."""
         ...

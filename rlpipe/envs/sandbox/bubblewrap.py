@@ -1,26 +1,25 @@
 """mini-swe-agent's bubblewrap environment, hardened for commands that a model wrote.
 
-Owns the containment of one command on this machine, with a fresh directory and fresh namespaces every time:
+Owns the containment of one command on this machine, with a new directory and new namespaces every time:
 
     host -> setpriv (only when we are root) -> bwrap -> sh (process 1) -> bash -c COMMAND, or a program
 
 | threat               | what contains it                                                          |
-| fork bomb            | RLIMIT_NPROC, counted per user namespace; it does not bind root: setpriv  |
-| survivors            | the pid namespace dies with process 1, and bwrap reaps it before it ends  |
-| memory, files        | RLIMIT_AS and RLIMIT_FSIZE for each process, a watch over their sums      |
+| fork bomb            | RLIMIT_NPROC per user namespace; setpriv, since the limit excludes root   |
+| surviving processes  | the pid namespace ends with process 1, and bwrap reaps it before it ends  |
+| memory, files        | RLIMIT_AS and RLIMIT_FSIZE for each process; a monitor checks their sums  |
 | output, wall time    | `process.run_bounded`                                                     |
 | host files, secrets  | only /usr is visible, read-only; bwrap itself starts with an empty env    |
-| network, signals     | namespaces of their own                                                   |
+| network, signals     | separate namespaces                                                       |
 | kernel surface, keys | no capabilities, no further user namespaces, a system call filter         |
-| memory of no process | the filter denies memfds, System V objects, attributes; deleted files of  |
-|                      | open descriptors are watched; pipes: the kernel's 64 MiB for each user    |
+| memory outside       | the filter denies memfds, System V objects, attributes; the monitor       |
+| processes            | counts deleted open files; pipes: the kernel's 64 MiB for each user       |
 
-If the machine allows control groups (`cgroup`), one of them bounds memory, processes and CPU of everything
-that belongs to a command, including pipes, page tables and socket buffers, even in a burst. Otherwise the
-watch bounds the sum of memory. It looks ten times a second and sees a process one look after its start at the
-latest, so a burst may exceed the limit for that long. It does not see socket buffers (at most processes x
-open files x 208 KiB). RLIMIT_AS and RLIMIT_FSIZE act at once. The OOM killer is set to choose these processes
-first.
+If the machine allows control groups (`cgroup`), a group limits memory, processes and CPU of everything that
+belongs to a command, including pipes, page tables and socket buffers, even in a burst. Otherwise the monitor
+limits the sum of memory. It checks ten times a second, so a new process may exceed the limit until the next
+check. It does not count socket buffers (at most processes x open files x 208 KiB). RLIMIT_AS and RLIMIT_FSIZE
+act at once. The OOM killer is set to choose these processes first.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from rlpipe.envs.sandbox.visible import USR, hide, show
 WORK = "/work"
 _OPEN_FILES = 256
 _PATH = ("/usr/local/bin", "/usr/bin", "/bin")
-# the limits of every process, by the shell itself: bash names processes otherwise than dash and busybox
+# The shell sets the limits of every process; for processes, `ulimit` has -u in bash, -p in dash and busybox.
 _PROCESS_1 = """
 u=-p; [ -z "$BASH_VERSION" ] || u=-u
 ulimit $u {} && ulimit -v {} && ulimit -f {} && ulimit -t {} && ulimit -n {} && ulimit -c 0 || exit 125
@@ -72,11 +71,11 @@ echo 1000 > /proc/self/oom_score_adj; "$@"; exit $?"""
 
 
 class ContainedBubblewrap(BubblewrapEnvironment):
-    """A mini-swe-agent environment over a private work tree, with every resource bounded.
+    """A mini-swe-agent environment on a private work tree, with limits on every resource.
 
-    shown: files and folders of this machine, besides /usr, that commands may read at their own paths. secret:
-    files below these or /usr that they may not read. folders: further trees, by the path at which commands
-    read them. Raises OSError when its directory cannot be made or filled.
+    shown: files and folders of this machine, in addition to /usr, that commands may read at the same paths.
+    secret: files in `shown` or /usr that commands may not read. folders: further trees, by the path at which
+    commands can read them. Raises OSError if the work directory cannot be created or filled.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
                 os.chown(directory, owner, owner)
 
         write_tree(tree, self.work, owner)
-        # What commands see of this machine may be below a folder of that name.
+        # If a visible path of this machine is below /work, mount the work tree elsewhere.
         cwd = next(p for p in (WORK, "/workspace") if not any(path.is_relative_to(p) for path in shown))
         mounts = ["--bind", str(tmp), "/tmp", "--bind", str(self.work), cwd, "--chdir", cwd]
 
@@ -134,9 +133,9 @@ class ContainedBubblewrap(BubblewrapEnvironment):
     ) -> CommandResult:
         """Run a shell command, or a program with its arguments without a shell.
 
-        output_kb: if not 0, replaces the setting. pass_fds: further descriptors to inherit. stop: a function;
-        the command is ended soon after it returns true. tick_s: seconds between two checks.
-        Raises InfrastructureError when bwrap failed before the command started; OSError as the constructor.
+        output_kb: if not 0, replaces the setting. pass_fds: further descriptors to inherit. stop: function;
+        soon after it returns true, the command is ended. tick_s: seconds between two checks.
+        Raises InfrastructureError if bwrap fails before the command starts, and OSError like the constructor.
         """
         group = self._group()
         try:
@@ -161,7 +160,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         return _result(ended)
 
     def _group(self) -> cgroup.Group | None:
-        """Make the control group of a command, where this machine has them; named after this process."""
+        """Make a control group for a command, named after this process; None if they are not available."""
         limits, parents = self.limits, cgroup.controllers()
         if not parents:
             return None
@@ -175,7 +174,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         )
 
     def execute(self, action: dict, cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
-        """Run action["command"], as mini-swe-agent calls it. timeout: seconds.
+        """Run action["command"]; the method that mini-swe-agent calls. timeout: seconds.
 
         Raises ValueError for a `cwd` that is not the work tree.
         """
@@ -191,9 +190,9 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         }
 
     def command_line(self, command: str | list[str]) -> list[str]:
-        """Return the full argument vector, host side first."""
+        """Return the full argument vector, from the outermost program to the command."""
         limits = self.limits
-        # in processes, KiB, blocks of 512 bytes, seconds, descriptors
+        # units: processes, KiB, blocks of 512 bytes, seconds, descriptors
         bounds = limits.processes, limits.memory_mb << 10, limits.file_mb << 11, limits.cpu_s, _OPEN_FILES
         process_1 = _PROCESS_1.format(*bounds)
 
@@ -209,22 +208,22 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         ]
 
     def tree(self) -> dict[str, Any]:
-        """Return the work tree as it is now. Raises TreeTooLarge."""
+        """Return the current work tree. Raises TreeTooLarge if it exceeds the limits."""
         return read_tree(self.work, self.tree_limits)
 
     def cleanup(self) -> None:
-        """Remove the directory."""
+        """Remove the work directory."""
         if self.working_dir.exists():
             remove_tree(self.working_dir)
 
     def _watch(self, pid: int, group: cgroup.Group | None, tick_s: float) -> Limit | None:
-        """Return the limit that a running command exceeds: memory or files."""
+        """Return the limit that a running command exceeds, memory or files; None if it exceeds neither."""
         used, deleted = 0, {}
         for process in descendants(pid, max_age_s=tick_s):
             used += _memory(process)
             deleted |= _deleted_files(process)
 
-        # A control group counts memory exactly; without one the sum over the processes must do.
+        # A control group counts memory exactly; without one, use the sum over the processes.
         if group is not None and "memory" in group.controllers:
             too_much = group.ran_out_of_memory()
         else:
@@ -238,10 +237,10 @@ class ContainedBubblewrap(BubblewrapEnvironment):
 def execute(
     config: SandboxConfig, tree: Tree, command: str | list[str], *, timeout_s: float, **options: Any
 ) -> tuple[CommandResult, Tree]:
-    """Run a command on a tree; return its result and the tree it leaves. options: see `run`.
+    """Run a command on a tree; return its result and the resulting tree. options: see `run`.
 
-    A tree over its limit is discarded: the command counts as ended for `Limit.FILES`, its changes undone.
-    Raises InfrastructureError when bwrap cannot start, or the disk fails.
+    If the resulting tree exceeds its limit, the old tree is returned and the result has `Limit.FILES`.
+    Raises InfrastructureError if bwrap cannot start or the disk fails.
     """
     try:
         box = ContainedBubblewrap(config, tree)
@@ -258,7 +257,7 @@ def execute(
 
 
 def _memory(pid: int) -> int:
-    """Sum the memory of a process in bytes: resident, swapped out, and its page tables; 0 once it ended."""
+    """Return the memory of a process in bytes: resident, swapped and page tables; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -268,7 +267,7 @@ def _memory(pid: int) -> int:
 
 
 def _deleted_files(pid: int) -> dict[tuple[int, int], int]:
-    """Return the bytes of the deleted files that a process holds open, by device and inode."""
+    """Return the sizes in bytes of deleted files that a process holds open, by device and inode."""
     sizes = {}
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
         for descriptor in descriptors:
@@ -284,19 +283,20 @@ def _undone(result: CommandResult) -> CommandResult:
 
 
 def _admit(status: bytes, group: cgroup.Group | None) -> bool:
-    """Move process 1 into its group before bwrap runs the command; return whether there is one yet.
+    """Move process 1 into its control group; return whether process 1 has started.
 
-    So the kernel moves it, which may take long on a busy machine, while bwrap mounts.
+    This is done before bwrap runs the command. Moving may take long on a busy machine, so it runs while bwrap
+    mounts file systems.
     """
     process_1 = _process_1(status)
     if process_1 and group:
-        with contextlib.suppress(ProcessLookupError):  # it failed, and bwrap reports why
+        with contextlib.suppress(ProcessLookupError):  # the process has failed, and bwrap reports why
             group.add(process_1)
     return process_1 is not None
 
 
 def _end(process: subprocess.Popen[bytes], status: bytes) -> None:
-    """Kill process 1 of the sandbox, so that bwrap reaps it; bwrap itself when there is none yet."""
+    """Kill process 1 of the sandbox, which bwrap then reaps; kill bwrap if process 1 has not started."""
     if process_1 := _process_1(status):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_1, signal.SIGKILL)
@@ -309,7 +309,7 @@ def _process_1(status: bytes) -> int | None:
 
 
 def _result(ended: Ended) -> CommandResult:
-    """Return the result of an ended command. Raises InfrastructureError if bwrap failed itself."""
+    """Return the result of an ended command. Raises InfrastructureError if bwrap failed."""
     output = ended.output.decode(errors="replace")
     codes = [d["exit-code"] for d in _documents(ended.status) if "exit-code" in d]
     if ended.exceeded is None and not codes:
@@ -332,7 +332,7 @@ def _documents(status: bytes) -> list[dict[str, Any]]:
 
 @functools.cache
 def _tool(name: str) -> str:
-    """Return the absolute path of a host tool. Raises InfrastructureError; launch has checked it before."""
+    """Return the absolute path of a host tool. Raises InfrastructureError if it vanished after launch."""
     path = shutil.which(name)
     if path is None:
         raise InfrastructureError(f"{name} is not on PATH any more")
@@ -347,7 +347,7 @@ def _system() -> tuple[str, ...]:
     options += ["--disable-userns"] if "--disable-userns" in known else []
     options += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
 
-    # Distributions differ in which of these are links into /usr.
+    # Which of these are links into /usr depends on the distribution.
     options += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -358,7 +358,7 @@ def _system() -> tuple[str, ...]:
     for path in ("/etc/alternatives", "/etc/ld.so.cache"):
         options += ["--ro-bind-try", path, path]
 
-    # A Python outside /usr (conda, uv) is visible to the command where the host has it.
+    # A Python outside /usr (conda, uv) is visible to the command at its path on the host.
     search: list[str] = list(_PATH)
     if not any(Path(directory, "python3").exists() for directory in search):
         options += ["--ro-bind", sys.base_prefix, sys.base_prefix]

@@ -1,10 +1,10 @@
-"""Control groups of the kernel: bounds on memory, processes and CPU that hold even in a burst.
+"""Control groups of the kernel: limits on memory, processes and CPU that hold even in a burst.
 
 Owns the choice of controllers that this process may use, and the groups of one command. Version 2 is used if
-a group above this process's delegates its controllers; otherwise every hierarchy of version 1 in which the
-group of this process is writable. A group also counts memory that no process owns: tmpfs, pipes, page tables,
-socket buffers. Without controllers there are no groups, and only the watch over processes remains. Imports
-only the standard library, since `scripts/doctor` runs it before anything is installed.
+this process's group or one above it delegates its controllers; otherwise every version 1 hierarchy in which
+this process's group is writable. A group also counts memory that no process owns: tmpfs, pipes, page tables,
+socket buffers. Without controllers there are no groups, and only the monitor of processes limits memory.
+Imports only the standard library, since `scripts/doctor` runs this module before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 _PERIOD_US = 100_000
 _DEATH_S = 10.0
-# A kernel may account for no swap; version 2 counts TCP with all other memory.
+# Files that may be missing: some kernels do not count swap, and version 2 counts TCP with all other memory.
 _OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
 _numbers = itertools.count()
 
 
 class Group:
-    """The groups of one command, created empty. parents: from `controllers`. memory: bytes, swap included.
+    """The control groups of one command, created empty.
 
-    processes: maximum number of live threads. cores: CPU seconds per second. Raises OSError.
+    parents: result of `controllers`. memory: limit in bytes, including swap. processes: maximum number of
+    live threads. cores: CPU seconds per second. Raises OSError if a group cannot be created.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Group:
             raise
 
     def add(self, pid: int) -> None:
-        """Move a process into the groups; its later children are in them, too. Raises OSError."""
+        """Move a process into the groups; its later children also belong to them. Raises OSError."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
 
     def ran_out_of_memory(self) -> bool:
-        """Return whether the kernel ended a process of the group because it reached its limit."""
+        """Return whether the kernel ended a process because the group reached its memory limit."""
         at = self._at.get("memory")
         if at is None:
             return False
@@ -66,13 +67,13 @@ class Group:
         return int(dict(line.split() for line in text.splitlines())["oom_kill"]) > 0
 
     def remove(self) -> None:
-        """End all processes in the groups, and delete those groups that the kernel lets go at once."""
+        """End all processes in the groups, and delete the groups; give up after some seconds."""
         for path in self.paths:
             remove(path)
 
 
 def bounds(controller: str, version_2: bool, memory: int, processes: int, cores: float) -> dict[str, str]:
-    """Return what is written into the files of a group, in this order.
+    """Return the values to write into the files of a group, in the order of writing.
 
     >>> bounds("cpu", True, memory=1, processes=1, cores=1.5)
     {'cpu.max': '150000 100000'}
@@ -100,7 +101,7 @@ def remove(path: Path) -> None:
         except FileNotFoundError:
             return
         except OSError:
-            # A group with processes cannot be removed, and a killed one takes a moment to disappear.
+            # A group with processes cannot be removed, and a killed process takes a moment to disappear.
             with contextlib.suppress(OSError):
                 for pid in (path / "cgroup.procs").read_text().split():
                     os.kill(int(pid), signal.SIGKILL)
@@ -117,12 +118,12 @@ def groups(prefix: str) -> Iterator[Path]:
 
 @functools.cache
 def controllers() -> dict[str, Path]:
-    """Return the controllers that are usable here: name -> the group in which to make new groups."""
+    """Return the usable controllers: name -> the group in which to make new groups."""
     candidates = parents()
     if not candidates:
         return {}
 
-    # Only a trial shows whether the kernel lets this user do it.
+    # Only a trial shows whether the kernel lets this user create groups.
     try:
         group = Group(f"rlpipe-probe-{os.getpid()}", candidates, memory=64 << 20, processes=8, cores=1.0)
     except OSError:
@@ -141,14 +142,14 @@ def controllers() -> dict[str, Path]:
 
 
 def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
-    """Return where groups with each controller could be made, judging by the files only."""
+    """Return, for each controller, the group in which file permissions allow new groups."""
     by_controller: dict[str, Path] = {}
     for types, root, own in _hierarchies(proc):
         for controller in types & set(CONTROLLERS):
             if os.access(own, os.W_OK):
                 by_controller[controller] = own
 
-        # Version 2 has one hierarchy: take the nearest group upwards that delegates all controllers.
+        # Version 2 has one hierarchy: take the nearest ancestor group that delegates all controllers.
         if not types:
             for above in (own, *own.parents):
                 handed = above / "cgroup.subtree_control"
@@ -160,12 +161,15 @@ def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
 
 
 def is_version_2(group: Path) -> bool:
-    """Return whether a group belongs to the unified hierarchy."""
+    """Return whether a group belongs to the unified hierarchy of version 2."""
     return (group / "cgroup.controllers").exists()
 
 
 def _hierarchies(proc: Path = Path("/proc/self")) -> list[tuple[set[str], Path, Path]]:
-    """Return (controllers, none for version 2; mount point; group of this process) of each hierarchy."""
+    """Return (controllers, mount point, group of this process) of each hierarchy.
+
+    The set of controllers is empty for version 2.
+    """
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]

@@ -1,9 +1,9 @@
-"""Docker and Singularity sandboxes for instances that live in an image, as SWE-bench's do.
+"""Docker and Singularity sandboxes for instances that are stored in an image, such as SWE-bench's.
 
 Owns safe defaults for mini-swe-agent's container environments, which start and remove the container. Commands
-run through `run_bounded`, because those environments keep all output. One container serves one episode;
-containers left by killed runs are removed before the next. Tested with podman; for Singularity, tests check
-only the arguments.
+run through `run_bounded`, because those environments do not limit the output. One container serves one
+episode. Containers that killed runs left are removed before the next run. Tested with podman; for
+Singularity, tests check only the arguments.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.sandbox.process import Ended, run_bounded
 
-TESTBED = "/testbed"  # where SWE-bench images keep the repository
+TESTBED = "/testbed"  # folder of the repository in SWE-bench images
 _KILLED_BY_TIMEOUT = (124, 137, -9)
-_OWNER = "rlpipe.owner"  # label: machine, process namespace and process that a container belongs to
+_OWNER = "rlpipe.owner"  # label with the machine, process namespace and process that own a container
 
 
 def docker_run_args(limits: SandboxConfig) -> list[str]:
-    """Return options of `docker run`: no network, no capabilities, bounded memory, processes and files."""
+    """Return options of `docker run`: no network or capabilities; limits on memory, processes and files."""
     return [
         "--rm",
         "--network=none",
@@ -47,17 +47,17 @@ def docker_run_args(limits: SandboxConfig) -> list[str]:
 
 
 def _here() -> str:
-    """Return the prefix of process ids of this machine and namespace."""
+    """Return the prefix of owner labels on this machine and in this process namespace."""
     return f"{platform.node()}/{Path('/proc/self/ns/pid').stat().st_ino}/"
 
 
 def remove_leftovers(executable: str = "docker") -> int:
-    """Remove the containers of rlpipe processes that were killed; return how many."""
+    """Remove the containers of killed rlpipe processes; return the number of removed containers."""
     listed = _answer(executable, "ps", "-aq", "--no-trunc", f"--filter=label={_OWNER}").split()
     removed = 0
     for container in listed:
         owner = _answer(executable, "inspect", "-f", f'{{{{index .Config.Labels "{_OWNER}"}}}}', container)
-        # The id of a process means something only on its machine and in its namespace.
+        # A process id is valid only on its machine and in its namespace.
         pid = owner.strip().removeprefix(_here())
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _answer(executable, "rm", "-f", container)
@@ -66,7 +66,7 @@ def remove_leftovers(executable: str = "docker") -> int:
 
 
 def _answer(*argv: str) -> str:
-    """Return what a client prints; "" when it cannot run or does not answer."""
+    """Return the output of a client program; "" if it cannot run or does not answer."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False).stdout
     except (subprocess.TimeoutExpired, OSError):
@@ -84,7 +84,7 @@ def singularity_exec_args(limits: SandboxConfig) -> list[str]:
 
 
 class DockerSandbox:
-    """One container. Raises InfrastructureError when the daemon or the image fails."""
+    """A sandbox in one container. Raises InfrastructureError if the daemon or the image fails."""
 
     def __init__(self, limits: SandboxConfig, image: str) -> None:
         self._limits = limits
@@ -96,7 +96,7 @@ class DockerSandbox:
             raise InfrastructureError(f"docker run {image}: {_reason(error)}") from error
 
     def exec_line(self, command: str, timeout_s: float) -> list[str]:
-        """Return the `docker exec` of one command, ended inside the container when its time is up."""
+        """Return the `docker exec` line of a command, with a time limit that acts inside the container."""
         settings = self._environment.config
         return [
             *(settings.executable, "exec", "-i", "-w", settings.cwd),
@@ -112,7 +112,7 @@ class DockerSandbox:
     ) -> CommandResult:
         """Run a command in the container; output_kb, if not 0, replaces the setting.
 
-        Raises InfrastructureError when the container is gone.
+        Raises InfrastructureError if the container has ended.
         """
         timeout_s = timeout_s or self._limits.timeout_s
         ended = _run(
@@ -123,7 +123,7 @@ class DockerSandbox:
             output_kb=output_kb,
         )
 
-        # A command may fail; a container that has ended is a failure of the infrastructure.
+        # A failed command is a normal result; an ended container is an infrastructure failure.
         if ended.returncode and not self._alive():
             raise InfrastructureError(f"the container is gone: {ended.output[-500:]!r}")
         return _result(ended, timeout_s)
@@ -138,7 +138,7 @@ class DockerSandbox:
 
 
 class SingularitySandbox:
-    """One unpacked image. Raises InfrastructureError when it cannot be built."""
+    """A sandbox in one unpacked image. Raises InfrastructureError if it cannot be built."""
 
     def __init__(self, limits: SandboxConfig, image: str) -> None:
         self._limits = limits
@@ -150,7 +150,7 @@ class SingularitySandbox:
             raise InfrastructureError(f"singularity build {image}: {_reason(error)}") from error
 
     def exec_line(self, command: str, timeout_s: float) -> list[str]:
-        """Return the `singularity exec` of one command on the writable sandbox directory."""
+        """Return the `singularity exec` line of a command on the writable sandbox directory."""
         settings = self._environment.config
         return [
             *(settings.executable, *settings.global_args, "exec", *settings.exec_args),
@@ -165,7 +165,7 @@ class SingularitySandbox:
     ) -> CommandResult:
         """Run a command in the image; output_kb, if not 0, replaces the setting.
 
-        Raises InfrastructureError when singularity itself failed.
+        Raises InfrastructureError if singularity fails.
         """
         timeout_s = timeout_s or self._limits.timeout_s
         ended = _run(
@@ -186,12 +186,12 @@ class SingularitySandbox:
 
 
 def _bounded_in_container(timeout_s: float) -> list[str]:
-    """Return the prefix that ends a command inside: killing the client would leave it running there."""
+    """Return a prefix that ends a command inside the container: killing the client would not end it."""
     return ["timeout", "-s", "KILL", str(math.ceil(timeout_s))]
 
 
 def _run(limits: SandboxConfig, argv: list[str], *, timeout_s: float, stdin: bytes, output_kb: int) -> Ended:
-    # The client needs some seconds to report a command that was killed inside.
+    # The client needs some seconds to report that the command was killed inside the container.
     grace = 10.0
     bound = (output_kb or limits.output_kb) << 10
     return run_bounded(argv, timeout_s=timeout_s + grace, max_output=bound, stdin=stdin)
@@ -199,7 +199,7 @@ def _run(limits: SandboxConfig, argv: list[str], *, timeout_s: float, stdin: byt
 
 def _result(ended: Ended, timeout_s: float) -> CommandResult:
     """Return the result of an ended command, with the limit that it exceeded."""
-    # The time limit inside acts first, so the client just reports a killed command.
+    # The time limit inside the container acts first, so the client only reports a killed command.
     exceeded = ended.exceeded
     if exceeded is None and ended.seconds >= timeout_s and ended.returncode in _KILLED_BY_TIMEOUT:
         exceeded = Limit.TIME

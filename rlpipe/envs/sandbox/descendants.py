@@ -1,7 +1,7 @@
-"""The processes below one, read once for all sandboxes that look at about the same time.
+"""Lists the descendants of a process; sandboxes that ask at about the same time share one reading.
 
-n sandboxes have a multiple of n processes. If each sandbox read all of them at each look, the time of looking
-would grow with the square of n: with 192 sandboxes it held up the engine in the same process.
+n sandboxes have a multiple of n processes. If each sandbox read all processes at each check, the time would
+grow with the square of n: with 192 sandboxes this slowed down the engine in the same process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _children: dict[int, list[int]] = {}
 
 
 def descendants(pid: int, *, max_age_s: float) -> list[int]:
-    """Return the processes below one, as they were at most `max_age_s` seconds ago."""
+    """Return the descendants of a process, from a list that is at most `max_age_s` seconds old."""
     global _read_at, _children
     with _lock:
         if time.monotonic() - _read_at > max_age_s:
@@ -35,8 +35,8 @@ def _read_children() -> dict[int, list[int]]:
     """Return the children of every process of this machine."""
     children = defaultdict(list)
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended just now
-            # PID (NAME) STATE PARENT ...; a name may hold anything.
+        with contextlib.suppress(OSError):  # the process has just ended
+            # Format: PID (NAME) STATE PARENT ...; the name may contain any character.
             parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
             children[parent].append(int(process.name))
     return children

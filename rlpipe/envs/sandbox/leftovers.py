@@ -1,6 +1,6 @@
-"""Removes leftovers of killed processes' sandboxes: folders of commands, and control groups.
+"""Removes what the sandboxes of killed processes left: folders of commands, and control groups.
 
-Both are named after the process that made them and its run. Loads neither mini-swe-agent nor torch.
+The names of both contain the process and the run that made them. Imports neither mini-swe-agent nor torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import psutil
 from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.tree import remove_tree, scratch
 
-MARK = "RLPIPE_RUN_MARK"  # the variable that all processes of a run inherit
+MARK = "RLPIPE_RUN_MARK"  # environment variable that all processes of a run inherit
 NOBODY = 65534
 _PREFIX = "rlpipe-sandbox-"
 
 
 def prefix() -> str:
-    """Return the beginning of names of this process: its id, then the mark of its run, if it has one."""
+    """Return the prefix of this process's names: the process id, then the mark of the run, if any."""
     return f"{_PREFIX}{os.getpid()}-{os.environ.get(MARK, '')}-"
 
 
 def leftovers(mark: str = "") -> list[Path]:
-    """Return folders and groups of this user's killed processes, or of the run of that mark."""
+    """Return folders and groups of this user that belong to killed processes or to the run with this mark."""
     own_users = {os.geteuid(), NOBODY} if os.geteuid() == 0 else {os.geteuid()}
     paths = []
     for path in [*scratch().glob(f"{_PREFIX}*"), *cgroup.groups(_PREFIX)]:
         pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")
-        # Another start may remove the same path at this moment.
+        # Another run that starts now may remove the same path.
         with contextlib.suppress(OSError):
             dead = pid.isdigit() and not psutil.pid_exists(int(pid))
             if (dead or (mark and rest.startswith(mark))) and path.lstat().st_uid in own_users:
@@ -39,7 +39,7 @@ def leftovers(mark: str = "") -> list[Path]:
 
 
 def remove_leftovers(mark: str = "") -> int:
-    """Remove the `leftovers`; return how many."""
+    """Remove the `leftovers`; return the number of removed paths."""
     removed = 0
     for path in leftovers(mark):
         with contextlib.suppress(OSError):

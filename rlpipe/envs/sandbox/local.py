@@ -1,8 +1,8 @@
-"""Sandboxes over trees of files on this machine: a tree in, a tree out, with remembered outcomes.
+"""Sandboxes on trees of files on this machine: a command maps a tree to a new tree, and outcomes are cached.
 
-Owns the memo and the sandbox that an episode holds. A command is treated as a pure function of (command,
-tree); where it is not (`date`, `$RANDOM`), its first outcome is reused for all. Commands that exceeded a
-limit are run again, since that may have been the machine's load.
+Owns the cache and the sandbox of an episode. A command is treated as a pure function of (command, tree); if
+it is not one (`date`, `$RANDOM`), its first outcome is still reused. Outcomes of commands that exceeded a
+limit are not cached, since the load of the machine may have been the cause.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rlpipe.envs.sandbox.base import CommandResult
 from rlpipe.envs.sandbox.bubblewrap import execute
 from rlpipe.envs.sandbox.tree import File, Tree, fingerprint
 
-_OVERHEAD = 1024  # bytes a remembered outcome takes in addition to its contents, roughly
-_MEMO_BYTES = 256 << 20  # for remembered outcomes; the least recently used ones leave first
+_OVERHEAD = 1024  # approximate bytes of a cached outcome in addition to its contents
+_MEMO_BYTES = 256 << 20  # size of the cache of outcomes; the least recently used ones are dropped first
 
 
 class Memo:
-    """A least-recently-used map bounded by bytes, with counts; safe for threads. hits <= lookups."""
+    """A thread-safe LRU cache limited by bytes. Counts `hits` and `lookups`; hits <= lookups."""
 
     def __init__(self, max_bytes: int) -> None:
         self._free_bytes = max_bytes
@@ -31,7 +31,7 @@ class Memo:
         self.hits = self.lookups = 0
 
     def get(self, key: Hashable) -> Any | None:
-        """Return the value remembered for a key, or None."""
+        """Return the cached value of a key, or None."""
         with self._lock:
             self.lookups += 1
             if key not in self._values:
@@ -42,7 +42,7 @@ class Memo:
             return self._values[key][1]
 
     def put(self, key: Hashable, value: object, size: int) -> None:
-        """Remember a value of `size` bytes; least recently used values are dropped to make room."""
+        """Cache a value of `size` bytes; drop the least recently used values to make room."""
         with self._lock:
             self._free_bytes += self._values.pop(key, (0, None))[0] - size
             self._values[key] = (size, value)
@@ -51,7 +51,7 @@ class Memo:
 
 
 class TreeRunner:
-    """Runs commands on trees; one for all episodes of a suite.
+    """Runs commands on trees; all episodes of a suite share one runner.
 
     >>> from rlpipe.envs.sandbox.tree import tree_of
     >>> runner = TreeRunner(SandboxConfig())
@@ -66,15 +66,15 @@ class TreeRunner:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(outcomes that were reused, outcomes in all) since the start; zeros without a memo."""
+        """Return (reused outcomes, all outcomes) as numbers since the start; zeros without a cache."""
         return (self.memo.hits, self.memo.lookups) if self.memo else (0, 0)
 
     def run(
         self, tree: Tree, command: str, *, timeout_s: float | None = None, stdin: bytes = b""
     ) -> tuple[CommandResult, Tree]:
-        """Return the result of a command and the tree it leaves; a run with stdin is never remembered.
+        """Return the result of a command and the resulting tree; a run with stdin is never cached.
 
-        Raises InfrastructureError when the sandbox failed.
+        Raises InfrastructureError if the sandbox fails.
         """
         memo = None if stdin else self.memo
         key = (command, timeout_s, fingerprint(tree)) if memo else None
@@ -84,7 +84,7 @@ class TreeRunner:
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         result, left = execute(self.config, tree, command, timeout_s=timeout_s, stdin=stdin)
 
-        # Entries that did not change are shared with the old tree, so that a remembered tree costs little.
+        # Share unchanged entries with the old tree, so that a cached tree needs little memory.
         left = {path: old if (old := tree.get(path)) == new else new for path, new in left.items()}
 
         if memo and result.exceeded is None:
@@ -99,14 +99,14 @@ def _size(tree: Tree) -> int:
 
 
 class TreeSandbox:
-    """A `Sandbox` whose work tree is a value: `tree` is what the next command starts from."""
+    """A `Sandbox` whose work tree is a value: the next command starts from `tree`."""
 
     def __init__(self, runner: TreeRunner, tree: Tree) -> None:
         self._runner = runner
         self.tree = tree
 
     def run(self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"") -> CommandResult:
-        """Run a command and keep the tree it leaves."""
+        """Run a command; the next command starts from the resulting tree."""
         result, self.tree = self._runner.run(self.tree, command, timeout_s=timeout_s, stdin=stdin)
         return result
 

@@ -1,8 +1,8 @@
-"""Runs one process with bounded output, wall time, and a watch over what it consumes.
+"""Runs one process with limits on output and wall time, and monitors its resource usage.
 
-Owns reading, timing and ending a process, independent of sandboxes. Flow: start -> select on
-output, input, status pipe and the process itself, and look at it every tick -> end it when a limit is
-exceeded -> reap it. Output beyond the bound is discarded.
+Owns reading, timing and ending a process, independent of sandboxes. Flow: start -> select on output, input,
+status pipe and the process, and check the usage every tick -> end the process if it exceeds a limit -> reap
+it. Output beyond the limit is discarded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import Limit
 
-STATUS_FD = "{status-fd}"  # this argument becomes the number of the status pipe
-FILTER_FD = "{filter-fd}"  # and this one the number of a pipe that `filter_program` is read from
-GATE_FD = "{gate-fd}"  # and this one that of a pipe which can be read from once the process is admitted
+# These arguments are replaced by descriptor numbers:
+STATUS_FD = "{status-fd}"  # the pipe to which the process writes its status
+FILTER_FD = "{filter-fd}"  # a pipe from which `filter_program` can be read
+GATE_FD = "{gate-fd}"  # a pipe that becomes readable when the process is admitted
 _CHUNK = 65536
 TICK_S = 0.1
 _DEATH_S = 10.0
@@ -30,8 +31,8 @@ _DEATH_S = 10.0
 class Ended:
     """Outcome of a process.
 
-    output: stdout and stderr in the order written, cut at the bound. returncode: -n for signal n.
-    status: what it wrote to its status pipe. exceeded: the limit for which it was ended, if one was.
+    output: stdout and stderr in the order written, cut at the limit. returncode: -n for signal n.
+    status: bytes that it wrote to its status pipe. exceeded: the limit that ended the process, or None.
     """
 
     output: bytes
@@ -57,12 +58,12 @@ def run_bounded(
 ) -> Ended:
     """Run `argv` until it ends or exceeds a limit.
 
-    admit: called with the status pipe's text so far, until it returns true; raises OSError.
-    watch: called with the process id every tick_s; ends the process when it returns a Limit.
-    end: ends the process; called with it and the status pipe's text so far.
-    env: the full environment; None inherits this one. filter_program: less than a pipe holds (64 KiB).
-    pass_fds: further descriptors of this process that it inherits.
-    Raises InfrastructureError when the process cannot be started or does not die.
+    admit: called with the status pipe's text so far, until it returns true; may raise OSError.
+    watch: called with the process id every tick_s seconds; if it returns a Limit, the process is ended.
+    end: function that ends the process; called with the process and the status pipe's text so far.
+    env: the full environment; None inherits this process's. filter_program: must fit in a pipe (64 KiB).
+    pass_fds: further descriptors of this process for the new process to inherit.
+    Raises InfrastructureError if the process cannot be started or does not end.
     """
     with contextlib.ExitStack() as resources:
         run = _Run(
@@ -80,7 +81,7 @@ def run_bounded(
         returncode = run.process.wait()
         run.drain(max_output)
 
-        # The last output of a process may arrive only after its end.
+        # The last output of a process may arrive after it has ended.
         if exceeded is None and len(run.output) > max_output:
             exceeded = Limit.OUTPUT
         return Ended(
@@ -93,7 +94,7 @@ def run_bounded(
 
 
 class _Run:
-    """One process and the pipes to it."""
+    """One running process and its pipes."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class _Run:
         self.output, self.status, self._input = bytearray(), bytearray(), memoryview(stdin)
         self._admit: Callable[[bytes], bool] | None = admit
 
-        # The ends of the pipes that belong to the child are closed here once it has started.
+        # Close the child's ends of the pipes in this process once the child has started.
         with contextlib.ExitStack() as child_ends:
             try:
                 self._output_fd, output_write = _pipe(resources, child_ends)
@@ -136,7 +137,7 @@ class _Run:
         for descriptor in (self._output_fd, self._status_fd):
             os.set_blocking(descriptor, False)
 
-        # A descriptor of the process lets `select` wait for its end and for its pipes at once.
+        # With a pidfd, one `select` waits for the end of the process and for its pipes.
         self._exit_fd = os.pidfd_open(self.process.pid)
         resources.callback(os.close, self._exit_fd)
 
@@ -156,7 +157,7 @@ class _Run:
         watch: Callable[[int], Limit | None],
         end: Callable[[subprocess.Popen[bytes], bytes], None],
     ) -> Limit | None:
-        """Wait until the process is dead; return the limit it was ended for, or None."""
+        """Wait until the process has ended; return the limit that ended it, or None."""
         deadline, look = self.started + timeout_s, self.started + tick_s
         while True:
             if self._serve(min(deadline, look)):
@@ -176,7 +177,7 @@ class _Run:
                 return exceeded
 
     def _serve(self, until: float) -> bool:
-        """Move what is ready through the pipes; return whether the process has ended."""
+        """Read and write the pipes that are ready; return whether the process has ended."""
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             if key.fd == self._exit_fd:
                 return True
@@ -193,13 +194,13 @@ class _Run:
         try:
             if self._admit and self._admit(bytes(self.status)):
                 self._admit = None
-                with contextlib.suppress(BrokenPipeError):  # it ended just now
+                with contextlib.suppress(BrokenPipeError):  # the process has just ended
                     os.write(self._gate_fd, b"1")
         except OSError as error:
             raise InfrastructureError(f"cannot admit process {self.process.pid}: {error}") from error
 
     def _read(self, descriptor: int, into: bytearray) -> bool:
-        """Read what is there into a buffer; return whether there was anything."""
+        """Read the available bytes into a buffer; return whether there were any."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -212,21 +213,21 @@ class _Run:
         return bool(chunk)
 
     def _write(self) -> None:
-        """Write as much input as the pipe takes; close it after the last byte."""
+        """Write as much input as the pipe accepts; close the pipe after the last byte."""
         stdin = self.process.stdin
         assert stdin is not None, "only a process with input is registered for writing"
 
         try:
             self._input = self._input[os.write(stdin.fileno(), self._input) :]
         except BrokenPipeError:
-            self._input = memoryview(b"")  # it does not read any further
+            self._input = memoryview(b"")  # the process no longer reads
 
         if not self._input:
             self._selector.unregister(stdin)
             stdin.close()
 
     def drain(self, max_output: int) -> None:
-        """Read what a dead process left in the pipes."""
+        """Read the remaining output of a process that has ended."""
         registered = self._selector.get_map()
         while self._output_fd in registered and len(self.output) <= max_output:
             if not self._read(self._output_fd, self.output):
@@ -241,7 +242,7 @@ class _Run:
             raise InfrastructureError(f"process {self.process.pid} did not die when killed") from None
 
     def _reap(self) -> None:
-        """End the child, whatever happened before."""
+        """End and reap the child if it is still running."""
         if self.process.stdin:
             self.process.stdin.close()
 
@@ -251,7 +252,7 @@ class _Run:
 
 
 def _readable(content: bytes, until_started: contextlib.ExitStack) -> int:
-    """Return a descriptor from which `content` and then the end of file can be read."""
+    """Return a descriptor from which `content`, followed by the end of file, can be read."""
     read, write = os.pipe()
     until_started.callback(os.close, read)
     with os.fdopen(write, "wb") as file:

@@ -1,11 +1,12 @@
-"""The system calls that a contained command may not make, as the program bwrap installs (`--seccomp FD`).
+"""The filter of system calls for contained commands, as a program that bwrap installs (`--seccomp FD`).
 
-Owns the list and its numbers. It denies calls that hold memory outside the limits of a process (System V
-objects, memfds, extended attributes, keys), calls that leave the namespaces (kernel keyrings), and calls that
-widen the kernel's attack surface without use for honest work. A denied call fails with an errno that programs
-expect; a foreign architecture, whose numbers mean other calls, ends the process.
+Owns the list of denied calls and their numbers. The filter denies calls that allocate memory outside the
+limits of a process (System V objects, memfds, extended attributes, keys), calls that reach beyond the
+namespaces (kernel keyrings), and calls that ordinary programs do not need but that widen the kernel's attack
+surface. A denied call fails with an errno that programs expect. On another architecture, the numbers mean
+other calls, so the filter ends the process.
 
-A program is an array of `struct sock_filter {u16 code; u8 jt, jf; u32 k}` over `struct seccomp_data`.
+A program is an array of `struct sock_filter {u16 code; u8 jt, jf; u32 k}` on `struct seccomp_data`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ _AARCH64 = {
     "bpf": 280,
     "userfaultfd": 282,
 }
-# machine -> AUDIT_ARCH_*, numbers by name, the first number of a second table (x32) if there is one
+# machine -> (AUDIT_ARCH_*, numbers by name, first number of the x32 table or None)
 _MACHINES = {
     "x86_64": (0xC000003E, _X86_64 | _SAME_NUMBER, 0x40000000),
     "aarch64": (0xC00000B7, _AARCH64 | _SAME_NUMBER, None),
@@ -88,21 +89,21 @@ _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 
 
 def denied(machine: str | None = None) -> dict[str, tuple[int, int]]:
-    """Return the calls that fail: name -> (number, errno). machine: as `platform.machine`, None: this one.
+    """Return the denied calls: name -> (number, errno).
 
-    Raises ValueError for a machine whose numbers are not known.
+    machine: a value of `platform.machine`; None: this machine. Raises ValueError for an unknown machine.
     """
     _, numbers, _ = _machine(machine)
     return {name: (number, _errno(name)) for name, number in numbers.items()}
 
 
 def program(machine: str | None = None) -> bytes:
-    """Return the filter of a machine, by default this one. Raises ValueError as `denied` does."""
+    """Return the filter for a machine; None: this machine. Raises ValueError for an unknown machine."""
     arch, _, second_table = _machine(machine)
     steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL_PROCESS)]
     steps.append((_LOAD, 0, 0, _NUMBER))
 
-    # x32 numbers reach the same calls, so none of that table is allowed.
+    # The x32 numbers are a second way to the same calls, so deny all of them.
     if second_table is not None:
         steps += [(_AT_LEAST, 0, 1, second_table), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     for number, code in denied(machine).values():
@@ -112,7 +113,7 @@ def program(machine: str | None = None) -> bytes:
 
 
 def _errno(name: str) -> int:
-    """Return the error of a call: without support for attributes, programs that copy files continue."""
+    """Return the errno of a denied call; ENOTSUP for setxattr, after which programs that copy files go on."""
     return errno.ENOTSUP if "setxattr" in name else errno.EPERM
 
 

@@ -1,8 +1,8 @@
-"""A work tree as a value: the files that a command starts from, and those that it leaves.
+"""A work tree as a value: the files before and after a command.
 
-Owns writing a tree into an empty directory and reading one back from a directory that hostile code
-has written. Reading follows no symlinks, ignores everything except files, links and directories, and stops at
-a limit. A tree includes executable bits, but no times, owners, other modes or bytecode.
+Owns writing a tree into an empty directory, and reading a tree from a directory that hostile code has
+written. Reading follows no symlinks, ignores everything except files, links and directories, and stops at a
+limit. A tree includes executable bits, but no times, owners, other modes or bytecode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_LONGEST_PATH = 1000  # bytes below the root: what a path can name, and looking stays cheap
+_LONGEST_PATH = 1000  # maximum bytes of a relative path, within the system's limit and cheap to check
 _EPOCH_NS = 1_000_000_000 * 10**9  # one time for all files, so that listings are deterministic
 
 
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(slots=True, frozen=True)
 class EmptyDirectory:
-    """A directory without entries; all other directories follow from the paths of their files."""
+    """A directory without entries; the paths of the files imply all other directories."""
 
 
 Entry = File | Link | EmptyDirectory
@@ -44,12 +44,15 @@ Tree = Mapping[str, Entry]  # relative path with "/" -> entry
 
 
 class TreeTooLarge(Exception):
-    """The tree exceeds its limit of bytes, of entries or of depth."""
+    """Raised if a tree exceeds its limit of bytes, entries or depth."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TreeLimits:
-    """max_bytes: of all files, as the disk counts them. max_entries: files, links and directories."""
+    """Limits of a tree.
+
+    max_bytes: disk space of all files together. max_entries: number of files, links and directories.
+    """
 
     max_bytes: int
     max_entries: int
@@ -65,7 +68,7 @@ def tree_of(files: Mapping[str, str]) -> dict[str, Entry]:
 
 
 def fingerprint(tree: Tree) -> bytes:
-    """Return a digest that is equal for equal trees, whatever the order of their paths."""
+    """Return a digest that is equal for equal trees, regardless of the order of their paths."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(tree):
         digest.update(repr((path, tree[path])).encode(errors="surrogateescape"))
@@ -73,7 +76,7 @@ def fingerprint(tree: Tree) -> bytes:
 
 
 def write_tree(tree: Tree, root: Path, owner: int | None) -> None:
-    """Create the tree in an empty directory, owned by user `owner` (None: by this process's)."""
+    """Create the tree in an empty directory. owner: user id of the files; None: this process's user."""
     made = {root}
     for path, entry in tree.items():
         target = root / path
@@ -91,7 +94,7 @@ def write_tree(tree: Tree, root: Path, owner: int | None) -> None:
             _give(target, owner, 0o755 if entry.executable else 0o644)
             os.utime(target, ns=(_EPOCH_NS, _EPOCH_NS))
 
-    # Last, since creating entries changes the time of a directory.
+    # Set the times of directories last, since creating an entry changes the time of its directory.
     for directory in made:
         os.utime(directory, ns=(_EPOCH_NS, _EPOCH_NS))
 
@@ -103,9 +106,9 @@ def _give(path: Path, owner: int | None, mode: int) -> None:
 
 
 def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
-    """Read back a directory to which no process writes any more.
+    """Read a tree from a directory to which no process writes any more.
 
-    Raises TreeTooLarge; OSError if the disk fails.
+    Raises TreeTooLarge if it exceeds the limits, and OSError if the disk fails.
     """
     tree: dict[str, Entry] = {}
     used = count = 0
@@ -138,7 +141,7 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
 
 
 def _list(directory: Path) -> list[os.DirEntry[str]]:
-    """List a directory that this user owns, whatever mode the command gave it."""
+    """List a directory that this user owns, even if the command removed its read permission."""
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         directory.chmod(0o755)
     with os.scandir(directory) as entries:
@@ -156,11 +159,9 @@ def _content(path: Path) -> bytes:
 
 
 def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
-    """Return whether a directory that is being written to exceeds its limits.
+    """Return whether a directory exceeds its limits while a process may still write to it.
 
-    Sparse files count by the blocks they take.
-
-    used: bytes that count in addition.
+    Sparse files count with their allocated blocks. used: bytes to add to those in the directory.
     """
     if used > limits.max_bytes:
         return True
@@ -184,7 +185,7 @@ def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
                     if count > limits.max_entries or used > limits.max_bytes:
                         return True
         except OSError:
-            # The command removed or closed it between two looks; `read_tree` decides in the end.
+            # The command has just removed or closed the entry; `read_tree` makes the final decision.
             continue
     return False
 
@@ -192,8 +193,8 @@ def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
 def remove_tree(root: Path) -> None:
     """Delete a directory that hostile code has written, of any depth and with any modes.
 
-    Every directory is moved to the top before it is emptied, so no path gets long and the work is linear in
-    the number of entries. Raises OSError when something cannot be deleted.
+    Every directory is moved to the top level before it is emptied, so paths stay short and the time is linear
+    in the number of entries. Raises OSError if an entry cannot be deleted.
     """
     trash = root.with_name(f"{root.name}.trash")
     trash.mkdir()
@@ -226,6 +227,6 @@ def remove_tree(root: Path) -> None:
 
 
 def scratch() -> Path:
-    """Return the folder of work trees while a command runs: in memory when the machine offers it."""
+    """Return the folder for the work trees of running commands, in memory if the machine supports it."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

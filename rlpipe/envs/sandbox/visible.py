@@ -1,7 +1,7 @@
-"""The mounts of a sandbox: what it shows of this machine besides /usr, and what it hides.
+"""The mounts of a sandbox: the paths of this machine that it shows in addition to /usr, and those it hides.
 
-Owns the search for a program's environment, and the way in which user `nobody`, as which sandboxes run when
-we are root, can see an environment below a folder that only root may enter.
+Owns the search for a program's environment. If rlpipe runs as root, sandboxes run as user `nobody`; this
+module makes an environment visible to `nobody` even in a folder that only root may enter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from pathlib import Path
 from rlpipe.config.paths import shipped
 
 USR = Path("/usr")
-# Mounts each source at the point after it, in a mount namespace of its own, then becomes the command.
+# Shell program that runs in a new mount namespace. Its arguments are pairs of source and mount point, then
+# `--` and a command. It mounts each source at its mount point, and then executes the command.
 _MOUNT = 'while [ "$1" != -- ]; do mount --rbind "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
 
 
 def environment_of(program: Path) -> list[Path]:
-    """Return the folders besides /usr that an executable file needs: its virtual environment and its Python.
+    """Return the paths outside /usr that an executable file needs.
 
-    A program outside of both needs only its own file.
+    These are its virtual environment and its Python, or, for any other program, only the file.
     """
     prefix = program.parent.parent
     if (prefix / "pyvenv.cfg").is_file():
@@ -33,10 +34,10 @@ def environment_of(program: Path) -> list[Path]:
 
 
 def show(paths: Iterable[Path], points: Path, *, as_nobody: bool) -> tuple[list[str], list[str]]:
-    """Return a prefix of the bwrap command and options of bwrap; they show paths, read-only, where they are.
+    """Return a command prefix for bwrap and options of bwrap that show paths read-only, at the same location.
 
-    points: an empty folder for mount points. as_nobody: root starts bwrap as another user, who may not enter
-    all of root's folders.
+    points: an empty folder for mount points. as_nobody: bwrap runs as user `nobody`, who cannot enter some of
+    root's folders.
     """
     mounted, options = [], []
     for number, path in enumerate(paths):
@@ -51,9 +52,9 @@ def show(paths: Iterable[Path], points: Path, *, as_nobody: bool) -> tuple[list[
 
 
 def hide(shown: Sequence[Path], secret: Iterable[Path] = ()) -> list[str]:
-    """Return bwrap's options that hide files in the visible folders.
+    """Return options of bwrap that hide files in the visible folders.
 
-    secret: files to hide; code and data of rlpipe, which contain right answers, are hidden as well.
+    secret: files to hide. Code and data of rlpipe are always hidden, because they contain right answers.
     """
     options = []
     package = Path(__file__).resolve().parents[2]

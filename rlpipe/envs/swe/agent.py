@@ -1,9 +1,9 @@
 """One attempt at a SWE instance by a user's program: `env=swe env.agent.run="python my_agent.py"`.
 
-    files of the repository -> the agent, in a separate sandbox that then ends -> its files -> the tests
+    files of the repository -> the agent, in a separate sandbox until it ends -> changed files -> the tests
 
-The agent runs as in the environment `agent`, with the repository as its folder and the problem statement as
-its task. It does not submit: the files that it leaves are graded as `episode` grades a submission.
+The agent runs as in the environment `agent`; the repository is its folder, and the problem statement is its
+task. There is no `submit`: the files at the end are graded as `episode` grades a submission.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def agent_of(config: EnvConfig) -> SandboxedCommand | None:
-    """Return the agent of `env.agent.run`, None without one. Raises ValueError when it cannot run."""
+    """Return the agent that `env.agent.run` names, or None if empty. Raises ValueError if it cannot run."""
     if not config.agent.run.strip():
         return None
     if config.agent.is_function:
@@ -33,7 +33,7 @@ def agent_of(config: EnvConfig) -> SandboxedCommand | None:
 
 
 class SweAgentEpisode:
-    """One attempt of an agent; the Protocol is `rlpipe.envs.base.AgentEpisode`."""
+    """One attempt of an agent; implements `rlpipe.envs.base.AgentEpisode`."""
 
     def __init__(
         self, instance: Instance, workspace: TreeWorkspace | CheckoutWorkspace, agent: SandboxedCommand
@@ -41,7 +41,7 @@ class SweAgentEpisode:
         self._instance, self._workspace, self._agent = instance, workspace, agent
 
     async def run_agent(self, address: AgentAddress) -> str | None:
-        """Let the agent work on the repository; return its output."""
+        """Run the agent on the repository; return its output."""
         text = self._instance.problem_statement
         task = {
             "id": self._instance.instance_id,
@@ -54,11 +54,11 @@ class SweAgentEpisode:
         return answer
 
     def step(self, action: str) -> StepResult:
-        """Grade what the agent left. Raises InfrastructureError when the sandbox failed."""
+        """Grade the repository after the agent's changes. Raises InfrastructureError if the sandbox fails."""
         grade = self._workspace.grade()
         info = {"submitted": True, **grade.info(), **self._instance.labels}
         return StepResult(done=True, reward=float(grade.solved), info=info)
 
     def close(self) -> None:
-        """Free the repository."""
+        """Delete the repository."""
         self._workspace.close()

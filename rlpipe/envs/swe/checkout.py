@@ -1,9 +1,9 @@
-"""Repositories of instances on this machine: `env.repos` has a git mirror of each, sandboxes a checkout.
+"""Repositories of instances on this machine: `env.repos` has their git mirrors, a sandbox has a checkout.
 
 Owns the search for a repository's mirror, and the sandbox that replaces an image if there are no containers.
-It has the files of `base_commit` as the only commit of a new repository, so that later commits cannot be
-looked up. Packages come from the environment of the Python that `env.test_command` starts, whereas the
-container image of an instance has its own.
+In the sandbox, a new repository has the files of `base_commit` as its only commit, so that the agent cannot
+look up later commits. The Python that `env.test_command` starts provides the packages; with containers, the
+image of the instance provides them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _COMMIT = f"git init -q && git add -A -f && git {_AUTHOR} commit -q --allow-empt
 
 
 def mirror_of(config: EnvConfig, repo: str) -> Path:
-    """Return the git directory of a repository, or of its work tree. Raises ValueError when there is none.
+    """Return the mirror of a repository: a git directory or a work tree. Raises ValueError if there is none.
 
-    repo: OWNER/NAME, which is OWNER/NAME, OWNER__NAME or either with .git in `env.repos`.
+    repo: OWNER/NAME; the folder in `env.repos` is OWNER/NAME or OWNER__NAME, with or without .git at the end.
     """
     folder = Path(config.repos).expanduser().resolve()
     names = [f"{name}{end}" for name in (repo, repo.replace("/", "__")) for end in ("", ".git")]
@@ -45,7 +45,7 @@ def mirror_of(config: EnvConfig, repo: str) -> Path:
 
 
 def check_mirrors(config: EnvConfig, instances: Iterable[Instance]) -> None:
-    """Check that the mirrors have every commit. Raises ValueError."""
+    """Raise ValueError if a mirror or the base commit of an instance is missing."""
     commits: dict[str, list[Instance]] = {}
     for instance in instances:
         commits.setdefault(instance.repo, []).append(instance)
@@ -82,7 +82,7 @@ def files_at(mirror: Path, commit: str, limits: TreeLimits) -> Tree:
 
 
 def _git(mirror: Path, *arguments: str, stdin: str = "", environment: dict[str, str] | None = None) -> str:
-    """Run git on a mirror. Raises InfrastructureError."""
+    """Run git on a mirror; return its output. Raises InfrastructureError if it fails."""
     directory = mirror / ".git" if (mirror / ".git").exists() else mirror
     command = ["git", "-c", "safe.directory=*", f"--git-dir={directory}", *arguments]
     done = subprocess.run(
@@ -99,9 +99,9 @@ def _git(mirror: Path, *arguments: str, stdin: str = "", environment: dict[str, 
 
 
 class CheckoutSandbox:
-    """A repository at the commit of an instance; a `Sandbox` whose files stay from command to command.
+    """A repository at the commit of an instance; a `Sandbox` whose files persist between commands.
 
-    Raises InfrastructureError when it cannot be made.
+    Raises InfrastructureError if it cannot be created.
     """
 
     def __init__(self, config: EnvConfig, instance: Instance) -> None:
@@ -121,7 +121,7 @@ class CheckoutSandbox:
             raise InfrastructureError(f"git in the sandbox fails: {made.output.strip()[-300:]}")
 
     def _open(self, tree: Tree) -> None:
-        """Start the sandbox over a tree. Raises InfrastructureError."""
+        """Start the sandbox on a tree. Raises InfrastructureError if it fails."""
         from rlpipe.envs.sandbox.bubblewrap import ContainedBubblewrap
 
         secret = [Path(name).expanduser().resolve() for name in self._config.instance_files]
@@ -145,24 +145,24 @@ class CheckoutSandbox:
 
     @property
     def tree(self) -> Tree:
-        """Return its files. Raises InfrastructureError if they exceed the limits."""
+        """Return the repository's files. Raises InfrastructureError if they exceed the limits."""
         try:
             return self._box.tree()
         except TreeTooLarge:
             raise InfrastructureError("the repository is over env.sandbox.tree_mb or tree_files") from None
 
     def replace(self, tree: Tree) -> None:
-        """Replace the files of the repository."""
+        """Replace all files of the repository."""
         self.close()
         self._open(tree)
 
     def close(self) -> None:
-        """Remove the files."""
+        """Delete the repository's files."""
         self._box.cleanup()
 
 
 def _python_of(command: str) -> Path:
-    """Return the Python that a test command starts; that of rlpipe for one that names none by its path."""
+    """Return the path of Python in a test command; if the command has no such path, rlpipe's Python."""
     first = command.split()[0]
     found = sys.executable if first in ("python", "python3") else shutil.which(first)
     return Path(found or sys.executable).absolute()

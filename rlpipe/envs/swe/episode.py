@@ -1,9 +1,9 @@
 """One attempt at a SWE instance: commands in, observations out, until `submit`.
 
-Owns the protocol with the model: how a turn's text is read, what the model sees next, and when it is
-rewarded. In `plain` mode the full text is the command; in `fenced` mode the command is the only ```bash
-block, as in mini-swe-agent. The reward is 1.0 if the model submitted, changed files, and every required test
-passes, else 0.
+Owns the protocol with the model: how a turn's text is parsed, what the model sees next, and when it gets a
+reward. In `plain` mode the full text is the command; in `fenced` mode the command is the only ```bash block,
+as in mini-swe-agent. The reward is 1.0 if the model changed files and submitted, and every required test
+passes; else 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SUBMIT = "submit"
 _SUBMISSIONS = (SUBMIT, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-_LONGEST_COMMAND = 100_000  # bytes; Linux takes 128 KiB in one argument
+_LONGEST_COMMAND = 100_000  # maximum bytes; Linux accepts 128 KiB in one argument
 _BLOCK = re.compile(r"```(?:bash|mswea_bash_command)[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 FENCED_SYSTEM_PROMPT = """\
@@ -44,7 +44,7 @@ _FORMAT_ERROR = "Expected exactly one ```bash block with one command, found {cou
 
 
 def opening(instance: Instance, config: EnvConfig) -> list[dict[str, str]]:
-    """Return the chat messages an attempt starts from."""
+    """Return the opening chat messages of an attempt."""
     system = config.system_prompt
     if not system and config.action_mode is ActionMode.FENCED:
         system = FENCED_SYSTEM_PROMPT
@@ -54,12 +54,12 @@ def opening(instance: Instance, config: EnvConfig) -> list[dict[str, str]]:
 
 
 def parse_action(text: str, mode: ActionMode) -> tuple[str | None, int]:
-    """Return the command in a turn's text, or None unless there is exactly one, and the number of commands.
+    """Return (command, number of commands) of a turn's text; the command is None unless there is exactly one.
 
     >>> parse_action("Look.\\n```bash\\nls\\n```", ActionMode.FENCED)
     ('ls', 1)
     """
-    text = text.encode(errors="replace").decode().replace("\0", "")  # no shell takes these
+    text = text.encode(errors="replace").decode().replace("\0", "")  # a shell accepts no NUL or surrogate
     if mode is ActionMode.PLAIN:
         return text, 1
 
@@ -68,7 +68,7 @@ def parse_action(text: str, mode: ActionMode) -> tuple[str | None, int]:
 
 
 def observation(result: CommandResult, config: EnvConfig) -> str:
-    """Format the outcome of a command as the model sees it."""
+    """Format the outcome of a command for the model."""
     text = result.output.rstrip("\n")
     if result.exceeded:
         text = f"{text}\n{result.exceeded}".lstrip("\n")
@@ -81,7 +81,7 @@ def observation(result: CommandResult, config: EnvConfig) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Shorten a text to `limit` characters, half from its start and half from its end, and mark the gap.
+    """Shorten a text to `limit` characters, half from the start and half from the end, and mark the gap.
 
     >>> shorten("abcdefgh", 4)
     'ab\\n[4 characters left out]\\ngh'
@@ -94,7 +94,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 class SweEpisode:
-    """One attempt at a task; the Protocol is `rlpipe.envs.base.Episode`."""
+    """One attempt at a task; implements `rlpipe.envs.base.Episode`."""
 
     def __init__(self, instance: Instance, workspace: Workspace, config: EnvConfig) -> None:
         self._instance, self._workspace, self._config = instance, workspace, config
@@ -105,9 +105,9 @@ class SweEpisode:
         return opening(self._instance, self._config)
 
     def step(self, action: str) -> StepResult:
-        """Run the command in `action`, or grade the repository when it is `submit`.
+        """Run the command in `action`; if the command is `submit`, grade the repository.
 
-        Raises InfrastructureError when the sandbox failed.
+        Raises InfrastructureError if the sandbox fails.
         """
         command, number = parse_action(action, self._config.action_mode)
         if command is None:
@@ -119,7 +119,7 @@ class SweEpisode:
             grade = self._workspace.grade()
             return self._end(float(grade.solved), submitted=True, **grade.info())
 
-        # As the shell reports it; the sandbox would fail to start, which is not a fault of the sandbox.
+        # Reject a command that is too long as a shell would. The sandbox could not start with it.
         if len(command.encode()) > _LONGEST_COMMAND:
             result = CommandResult(output="command too long", exit_code=126)
         else:
@@ -128,7 +128,7 @@ class SweEpisode:
         return StepResult(observation=observation(result, self._config))
 
     def finish(self) -> StepResult:
-        """End without a submission (out of turns or context), for reward 0."""
+        """End without a submission (turns or context used up), for reward 0."""
         return self._end(0.0, submitted=False)
 
     def _end(self, reward: float, **info: object) -> StepResult:
@@ -136,5 +136,5 @@ class SweEpisode:
         return StepResult(done=True, reward=reward, info=info)
 
     def close(self) -> None:
-        """Free the repository."""
+        """Delete the repository."""
         self._workspace.close()

@@ -1,7 +1,8 @@
-"""SWE instances: reading and checking files with SWE-bench's field names, JSONL or as published (parquet).
+"""SWE instances: reads and checks files with SWE-bench's field names, as JSONL or parquet.
 
-Owns the fields of an instance. An instance with `files` runs on a tree of files on this machine; one without
-runs in a container image or a checkout of its repository. Every error in a file is reported with its line.
+Owns the fields of an instance. An instance with `files` runs on a tree of files on this machine; an instance
+without `files` runs in a container image or a checkout of its repository. Every error in a file is reported
+with its line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rlpipe.envs.function.rows import read_rows
 _TEST_PART = re.compile(r"(tests?|test_.*|.*_test(\.py)?|conftest\.py)")
 _DIFF_TARGET = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 _IMAGE_COLUMNS = ("image", "image_name", "docker_image")
-# Repositories of SWE-Gym, whose images have names of another form; SWE-bench shares none of them.
+# Repositories of SWE-Gym, whose image names have another format. SWE-bench has none of these repositories.
 _SWE_GYM = {
     *(
         "pandas-dev/pandas",
@@ -39,12 +40,12 @@ _SWE_GYM = {
 
 @dataclass(slots=True, kw_only=True)
 class Instance:
-    """One task; the fields are SWE-bench's.
+    """One task, with SWE-bench's fields.
 
-    files: path -> text of the full repository, tests included; empty when it lives in `image`.
+    files: path -> text of each file of the repository, including tests; empty if `image` has the repository.
     fail_to_pass, pass_to_pass: test ids, e.g. "test_core.Test.test_it".
-    graded_in_process: its tests inspect the module (its source, its identity, callbacks), so they run in the
-    process that imports the model's code, which can cheat there.
+    graded_in_process: whether tests and the model's code run in one process, because the tests inspect the
+    module (its source, its identity, callbacks); the code can cheat there.
     metadata: the record's remaining text and number fields (family, bug_kind, ...).
     """
 
@@ -64,12 +65,12 @@ class Instance:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """All test ids that must pass."""
+        """Return all test ids that must pass."""
         return self.fail_to_pass + self.pass_to_pass
 
     @property
     def image_name(self) -> str:
-        """The container image: `image`, or by default the name that SWE-bench or SWE-Gym uses.
+        """Return the container image: `image`, or by default the name that SWE-bench or SWE-Gym uses.
 
         >>> Instance(instance_id="a__b-1", problem_statement="", fail_to_pass=("t",)).image_name
         'swebench/sweb.eval.x86_64.a_1776_b-1:latest'
@@ -81,16 +82,16 @@ class Instance:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """Facts to record with each attempt."""
+        """Return the metadata to record with each attempt."""
         return {name: self.metadata[name] for name in ("family", "bug_kind") if name in self.metadata}
 
     @property
     def patched_tests(self) -> list[str]:
-        """Paths that `test_patch` writes."""
+        """Return the paths that `test_patch` writes."""
         return _DIFF_TARGET.findall(self.test_patch)
 
     def owns_test(self, path: str) -> bool:
-        """Return whether a path belongs to the tests; the model's version of them is never graded.
+        """Return whether a path belongs to the tests; grading never uses the model's version of such a file.
 
         >>> one = Instance(instance_id="i", problem_statement="", fail_to_pass=("checks.T.test_x",))
         >>> [one.owns_test(p) for p in ("test_core.py", "tests/data.txt", "checks.py", "core.py")]
@@ -100,13 +101,13 @@ class Instance:
         if any(_TEST_PART.fullmatch(part) for part in parts):
             return True
 
-        # A test of the instance may also be in a file with another kind of name.
+        # A test of the instance may also be in a file whose name does not look like a test.
         module = ".".join([*parts[:-1], parts[-1].split(".")[0]])
         return any(test.startswith(f"{module}.") for test in self.tests)
 
 
 def load_instances(setting: str, name: str) -> dict[str, Instance]:
-    """Load the instances of one file by id, in its order.
+    """Load the instances of one file by id, in the order of the file.
 
     setting: a path, possibly `shipped:...`; name: the setting that holds it, for messages.
     Raises ValueError with file, line and reason.
@@ -131,7 +132,7 @@ def load_instances(setting: str, name: str) -> dict[str, Instance]:
 
 
 def _read(setting: str, name: str) -> Iterator[tuple[str, Instance]]:
-    """Read the instances of one file with their locations. Raises ValueError as `load_instances`."""
+    """Yield (location, instance) for each instance of a file. Raises ValueError like `load_instances`."""
     path = resolve(setting)
     if path.suffix not in (".jsonl", ".gz"):
         rows = read_rows(DataConfig(split="test"), name, setting)
@@ -141,7 +142,7 @@ def _read(setting: str, name: str) -> Iterator[tuple[str, Instance]]:
 
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        # Some editors write a byte order mark first.
+        # Some editors write a byte order mark at the start.
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{name}={setting!r}: cannot read {path}: {error}. Give a JSONL file.") from error
@@ -151,9 +152,9 @@ def _read(setting: str, name: str) -> Iterator[tuple[str, Instance]]:
 
 
 def parse_instance(line: str, where: str) -> Instance:
-    """Parse one line of JSON; `where` ("file:line") begins every message.
+    """Parse an instance from one line of JSON. where: "file:line", the start of every message.
 
-    Raises ValueError.
+    Raises ValueError if the line is invalid.
     """
     try:
         record = json.loads(line)
@@ -167,13 +168,13 @@ def parse_instance(line: str, where: str) -> Instance:
 
 
 def instance_of(record: dict[str, Any], where: str) -> Instance:
-    """Return the instance of a row; other fields become its metadata. Raises ValueError."""
-    # Images are named by one column or another; tables have empty cells where a text is left out.
+    """Convert a row to an instance; other fields become its metadata. Raises ValueError if it is invalid."""
+    # Data sets use different columns for the image, and tables have empty cells for omitted texts.
     image = next((record[key] for key in _IMAGE_COLUMNS if record.get(key)), "")
     record = {key: value for key, value in record.items() if value is not None and key not in _IMAGE_COLUMNS}
     record["image"] = image
 
-    # Each field is popped, so that the record keeps only what the format does not define.
+    # Pop each known field, so that the record keeps only fields that the format does not define.
     text = {
         key: _text(record.pop(key, ""), key, where)
         for key in ("repo", "base_commit", "version", "patch", "test_patch", "image")
@@ -198,7 +199,7 @@ def instance_of(record: dict[str, Any], where: str) -> Instance:
     if not instance.fail_to_pass:
         raise ValueError(f"{where}: FAIL_TO_PASS is empty: name at least one test that the fix makes pass.")
 
-    # Checked at launch: otherwise a misspelt id would score every attempt 0.
+    # Check the ids at launch: otherwise a misspelt id would give every attempt reward 0.
     for test in instance.tests if instance.files else ():
         if not _has_module(instance.files, test):
             raise ValueError(
@@ -228,7 +229,7 @@ def _flag(value: object, key: str, where: str) -> bool:
 
 
 def _ids(value: object, key: str, where: str) -> tuple[str, ...]:
-    """Check a list of test ids: a list or, as in SWE-bench, a JSON string of one."""
+    """Return test ids from a list or, as in SWE-bench, from the JSON text of a list."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,6 +1,6 @@
-"""All SWE instances of a run: one training set, any number of held-out sets.
+"""All SWE instances of a run: one training set and any number of held-out sets.
 
-Owns which sets exist and where an instance runs. No instance is in two sets.
+Decides which sets exist and in which kind of sandbox an instance runs. No instance is in two sets.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
-    """Load the instances by split and id, training first.
+    """Load the instances by split and id, with the training split first.
 
-    Raises ValueError for a bad file, a set shared between splits, or a backend that cannot run them.
+    Raises ValueError for a bad file, for an instance in two splits, or for a backend that cannot run them.
     """
     splits = {TRAIN: load_instances(config.train_file, "env.train_file")}
     for name, file in zip(config.held_out_names, config.held_out_files, strict=True):
         splits[name] = load_instances(file, "env.held_out_files")
 
-    # An instance in two sets would let a run train on what it is validated on.
+    # If an instance were in two sets, the run could train on its validation data.
     split_by_id: dict[str, str] = {}
     for split, instances in splits.items():
         for instance in instances.values():
@@ -47,7 +47,7 @@ def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
 
 
 def _check_backend(instance: Instance, split: str, config: EnvConfig) -> None:
-    """Refuse an instance that the sandbox's backend cannot run. Raises ValueError."""
+    """Raise ValueError for an instance that the sandbox's backend cannot run."""
     bubblewrap = config.sandbox.backend is SandboxBackend.BUBBLEWRAP
     if bubblewrap and not instance.files and not config.repos:
         raise ValueError(
@@ -63,7 +63,7 @@ def _check_backend(instance: Instance, split: str, config: EnvConfig) -> None:
 
 
 class SweSuite(SplitTable):
-    """A suite of repair tasks. Splits: `train`, and the names of `env.held_out_files`."""
+    """A suite of bug-fixing tasks. Splits: `train` and the names in `env.held_out_files`."""
 
     def __init__(self, config: EnvConfig) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class SweSuite(SplitTable):
         self._agent = agent_of(config)
 
     def episode(self, instance_id: str) -> SweEpisode | SweAgentEpisode:
-        """Start a fresh attempt. Raises InfrastructureError when its container does not start."""
+        """Start a new attempt at an instance. Raises InfrastructureError if its container does not start."""
         from rlpipe.envs.swe.workspace import CheckoutWorkspace, TreeWorkspace
 
         instance, workspace = self._instances[instance_id], self.workspace(instance_id)
@@ -86,7 +86,7 @@ class SweSuite(SplitTable):
         return SweAgentEpisode(instance, workspace, self._agent)
 
     def workspace(self, instance_id: str) -> Workspace:
-        """Return a fresh repository of an instance. Raises InfrastructureError."""
+        """Return a new repository of an instance. Raises InfrastructureError if its sandbox fails."""
         from rlpipe.envs.swe.workspace import CheckoutWorkspace, ImageWorkspace, TreeWorkspace
 
         instance = self._instances[instance_id]
@@ -97,5 +97,5 @@ class SweSuite(SplitTable):
         return ImageWorkspace(instance, self._config)
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """Return (outcomes that were reused, outcomes in all) since the start; zeros without a memo."""
+        """Return (reused outcomes, all outcomes) as numbers since the start; zeros without a cache."""
         return self._runner.counts

@@ -1,6 +1,7 @@
-"""Names changes of a model that target the grader rather than the bug. An indication, not a proof.
+"""Detects changes by the model that may target the grader rather than the bug: an indication, not a proof.
 
-Owns the patterns. Honest code may match some of them too; metric and alarm point to trajectories to read.
+Owns the patterns. Honest code may also match some of them; the metric and the alarm only point to
+trajectories that a person should read.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CONFIG_FILE = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Change:
-    """One file of a diff. created: it was not there before."""
+    """One file of a diff. created: whether the file is new."""
 
     path: str
     created: bool
@@ -40,7 +41,7 @@ class Change:
 
 
 def tampering(changes: Iterable[Change]) -> str:
-    """Name what the changes touch, in alphabetical order; "" for none. New test files are not searched.
+    """Return the names of the matching patterns, in alphabetical order; "" for none. Skips new test files.
 
     >>> code = Change(path="a.py", created=False, added=["os._exit(0)"])
     >>> tampering([code, Change(path="test_a.py", created=True)])
@@ -62,7 +63,7 @@ def tampering(changes: Iterable[Change]) -> str:
 
 
 def changes_of_trees(before: Tree, after: Tree) -> Iterator[Change]:
-    """Yield the files that differ, with the lines that only the new one has."""
+    """Yield the files that differ between two trees, with the lines that only the new version has."""
     for path in before.keys() | after.keys():
         if before.get(path) != after.get(path):
             old, new = (set(_lines(tree.get(path))) for tree in (before, after))
@@ -74,15 +75,15 @@ def _lines(entry: Entry | None) -> list[str]:
 
 
 def changes_of_diff(diff: str) -> Iterator[Change]:
-    """Yield the files of a diff as git writes it without renames.
+    """Yield the files of a git diff that has no renames.
 
     >>> [one] = changes_of_diff("diff --git a/core.py b/core.py\\n--- a/core.py\\n+++ b/core.py\\n+x = 1\\n")
     >>> one
     Change(path='core.py', created=False, added=['x = 1'])
     """
     for part in re.split(r"^diff --git ", diff, flags=re.MULTILINE)[1:]:
-        header, *lines = part.split("\n")  # a form feed begins no line of a diff
-        # git quotes a name that has special characters.
+        header, *lines = part.split("\n")  # not splitlines, which also splits at form feeds
+        # git quotes a file name that has special characters.
         name = (
             header.strip('"').rpartition(" b/")[2]
             if " b/" in header

@@ -1,11 +1,11 @@
-"""The repository of an episode, and the grading of its final state by the real tests.
+"""The repository of an episode, and the grading of its final state by the instance's tests.
 
-Owns grading. Tests always run in a fresh sandbox, over the model's changes but with the instance's own test
-files, and every required test id must be reported as passed:
+Owns grading. Tests always run in a new sandbox, on the model's changes but with the instance's test files,
+and every required test id must be reported as passed:
 
-    tree:   final tree - tests - what could shadow modules -> grader.trees, together with the instance's tests
-    image:  diff of the model's container -> grader.images, in a fresh container with test_patch; the same for
-            a repository that is checked out into a sandbox of this machine (`checkout`)
+    tree:   final tree - tests - files that shadow modules -> grader.trees, together with the instance's tests
+    image:  diff of the model's container -> grader.images, in a new container with test_patch; the same for a
+            repository that is checked out into a sandbox on this machine (`checkout`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlpipe.envs.swe.tamper import changes_of_diff, changes_of_trees, tampering
 if TYPE_CHECKING:
     from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
 
-# base64, since an output is text: a diff may hold any bytes. Renames would escape `git apply --exclude`.
+# Output is text and a diff may contain any bytes, so use base64. `git apply --exclude` would miss renames.
 _DIFF = (
     "set -o pipefail; {{ git add -A && git diff --cached --binary --no-renames --no-ext-diff --no-textconv "
     "--no-color --src-prefix=a/ --dst-prefix=b/ {head}; }} 2>/dev/null | base64 -w0"
@@ -37,10 +37,12 @@ _DIFF = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Grade:
-    """changed: the repository differs from the start. passed: number of required tests that passed, of
-    `required`. in_process: the tests ran in the process that imported the code, which could have cheated.
-    tamper: suspicious parts of the changes, see `tamper`. The task is solved if the repository changed and
-    all required tests passed."""
+    """The result of grading; the task is solved if the repository changed and all required tests passed.
+
+    changed: whether the repository differs from the start. passed: number of required tests that passed.
+    required: number of required tests. in_process: whether the tests ran in the process that imported the
+    model's code, which could have cheated. tamper: suspicious parts of the changes, see `tamper`.
+    """
 
     changed: bool
     passed: int
@@ -50,11 +52,11 @@ class Grade:
 
     @property
     def solved(self) -> bool:
-        """True when this grade earns the reward."""
+        """Return whether the task is solved, that is, whether this grade earns the reward."""
         return self.changed and self.passed == self.required
 
     def info(self) -> dict[str, Any]:
-        """Return what is recorded of this grade."""
+        """Return the values of this grade to record."""
         info = {"changed": self.changed, "tests_passed": self.passed, "tests_required": self.required}
         info |= {"graded_in_process": True} if self.in_process else {}
         return info | ({"tamper": self.tamper} if self.tamper else {})
@@ -64,15 +66,15 @@ class Workspace(Protocol):
     """The repository of one episode."""
 
     def run(self, command: str, *, stdin: bytes = b"") -> CommandResult:
-        """Run a command in the repository. Raises InfrastructureError."""
+        """Run a command in the repository. Raises InfrastructureError if the sandbox fails."""
         ...
 
     def grade(self) -> Grade:
-        """Grade the present state of the repository. Raises InfrastructureError."""
+        """Grade the current state of the repository. Raises InfrastructureError if the sandbox fails."""
         ...
 
     def close(self) -> None:
-        """Free it."""
+        """Delete the repository."""
         ...
 
 
@@ -88,12 +90,12 @@ class TreeWorkspace:
         return self._sandbox.run(command, stdin=stdin)
 
     def grade(self) -> Grade:
-        """Run the tests over the tree as it is now; equal trees are graded once."""
+        """Run the tests on the current tree; equal trees are graded only once."""
         instance, memo = self._instance, self._runner.memo
         tree = code_to_grade(instance, self._sandbox.tree)
         required = len(instance.tests)
 
-        # Without a change the tests fail as they did before: there is no need to run them.
+        # Without a change, the tests would fail as before, so do not run them.
         if tree == code_to_grade(instance, tree_of(instance.files)):
             return Grade(changed=False, passed=0, required=required, in_process=instance.graded_in_process)
 
@@ -114,7 +116,7 @@ class TreeWorkspace:
 
     @property
     def tree(self) -> Tree:
-        """Its files."""
+        """Return the repository's files."""
         return self._sandbox.tree
 
     def replace(self, tree: Tree) -> None:
@@ -122,12 +124,12 @@ class TreeWorkspace:
         self._sandbox.tree = tree
 
     def close(self) -> None:
-        """Free the tree."""
+        """Free the resources of the tree."""
         self._sandbox.close()
 
 
 class ImageWorkspace:
-    """A repository in a container image, as SWE-bench's are."""
+    """A repository in a container image, such as SWE-bench's."""
 
     def __init__(self, instance: Instance, config: EnvConfig) -> None:
         self._instance, self._config = instance, config
@@ -144,7 +146,7 @@ class ImageWorkspace:
         return f"image {self._config.sandbox.image or self._instance.image_name}"
 
     def _fresh(self) -> DockerSandbox | SingularitySandbox | CheckoutSandbox:
-        """Start an untouched sandbox with the repository. Raises InfrastructureError."""
+        """Start a sandbox with the unchanged repository. Raises InfrastructureError if it fails."""
         image = self._config.sandbox.image or self._instance.image_name
         return make_container_sandbox(self._config.sandbox, image)
 
@@ -153,11 +155,11 @@ class ImageWorkspace:
         return self._sandbox.run(command, stdin=stdin)
 
     def grade(self) -> Grade:
-        """Copy the model's changes into a fresh container and run the tests there."""
+        """Apply the model's changes in a new container and run the tests there."""
         required = len(self._instance.tests)
         diff = self._sandbox.run(_DIFF.format(head=self._head), output_kb=self._config.sandbox.tree_mb << 10)
 
-        # A diff that was cut cannot be applied, so no test is credited.
+        # A diff that was cut cannot be applied, so no test counts as passed.
         if diff.exceeded is Limit.OUTPUT:
             return Grade(changed=True, passed=0, required=required, in_process=True, tamper="too_large")
 
@@ -184,7 +186,7 @@ class ImageWorkspace:
 
 
 class CheckoutWorkspace(ImageWorkspace):
-    """A repository that is checked out from a mirror on this machine, into a sandbox without containers."""
+    """A repository that is checked out from a mirror into a sandbox on this machine, without containers."""
 
     _sandbox: CheckoutSandbox
 
@@ -197,7 +199,7 @@ class CheckoutWorkspace(ImageWorkspace):
 
     @property
     def tree(self) -> Tree:
-        """Its files, `.git` among them."""
+        """Return the repository's files, including `.git`."""
         return self._sandbox.tree
 
     def replace(self, tree: Tree) -> None:

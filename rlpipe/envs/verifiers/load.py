@@ -59,7 +59,7 @@ def load_environment(config: VerifiersConfig) -> Any:
 
 
 def tasks_by_split(taskset: Any, config: EnvConfig) -> dict[str, dict[str, Any]]:
-    """Return the tasks of each split by id: hold out `env.held_out_size`, train on `env.train_size` others."""
+    """Return the tasks of each split by id; the sizes are `env.held_out_size` and `env.train_size`."""
     ordered = taskset.shuffle(seed=0) if taskset.bounded else taskset
     count = config.held_out_size + config.train_size
     tasks = {f"task:{task.data.idx}": task for task in itertools.islice(ordered, count)}

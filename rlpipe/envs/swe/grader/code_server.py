@@ -1,8 +1,8 @@
-"""Serves the code under test to tests that run elsewhere: the only process that imports the model's code.
+"""Serves the code under test to tests in another process; only this process imports the model's code.
 
-Owns the objects of that code. Answers requests over a socket (see `proxy`) until it is closed; knows no test,
-no test id and no result. This process is not trusted: its answers are decoded strictly. Requests come from a
-trusted process and are read by marshal. Answers are JSON.
+Owns the objects of that code. Answers requests over a socket (see `proxy`) until the socket is closed. It has
+no tests, test ids or results. This process is not trusted, so its answers are JSON and are decoded strictly.
+Requests come from a trusted process and are decoded with marshal.
 """
 
 import importlib
@@ -46,37 +46,40 @@ _OPERATIONS = {
 
 
 class Objects:
-    """Objects by number; an object keeps its number and is kept as long as the process."""
+    """The objects sent to the tests, by number; objects and numbers persist until the process ends."""
 
     def __init__(self):
         self._objects, self._numbers, self._exported = [], {}, []
 
     def export(self, module, names):
-        """Return the functions and classes among the names of a module: the tests ask for each only once."""
+        """Return the functions and classes among the names of a module; the tests request each only once."""
         space = vars(module)
         exported = {name: space.get(name) for name in names if isinstance(space.get(name), _EXPORTED)}
         self._exported += [(space, name, value) for name, value in exported.items()]
         return exported
 
     def hold(self):
-        """Return whether every name that was exported means what it meant."""
+        """Return whether every exported name still refers to the same object."""
         return all(space.get(name) is value for space, name, value in self._exported)
 
     def number(self, value):
-        """Return the number of an object, a new one when it has none."""
+        """Return the number of an object; assign a new one if it has none."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
         return self._numbers[id(value)]
 
     def form(self, value):
-        """Return the JSON form of an object of no builtin type."""
+        """Return the JSON form of an object whose type is not builtin."""
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", *self.exception(value)]
         return ["object", self.number(value)]
 
     def exception(self, cls):
-        """Return (builtin class name, [[number, name] of each class derived from it, the basic first])."""
+        """Return (name of the builtin base, derived classes) of an exception class.
+
+        Each derived class is [number, name]; base classes come first.
+        """
         derived = []
         for base in cls.__mro__:
             if base.__module__ == "builtins":
@@ -86,7 +89,7 @@ class Objects:
         raise AssertionError("every class derives from object")
 
     def value(self, form):
-        """Return the object that a form stands for."""
+        """Return the object that a JSON form represents."""
         tag, number = form
         return (
             self._objects[number] if tag == "object" else getattr(importlib.import_module("builtins"), number)
@@ -94,10 +97,10 @@ class Objects:
 
 
 def answer(request, objects):
-    """Return what a request gives: ["value", value, args, hold] or ["raise", class, derived, args, hold].
+    """Execute a request; return ["value", value, args, hold] or ["raise", class, derived, args, hold].
 
-    args: the arguments afterwards, None when the call left them as they were, or of the exception.
-    hold: see `Objects.hold`.
+    args: in a "value" answer, the arguments after the call, or None if the call did not change them; in a
+    "raise" answer, the arguments of the exception. hold: see `Objects.hold`.
     """
     try:
         what, target, args, kwargs = request
@@ -115,7 +118,7 @@ def answer(request, objects):
         form = encode(value, objects.form)
         after = encode([args, kwargs], objects.form)
         return ["value", form, after if after != before else None, objects.hold()]
-    except BaseException as error:  # SystemExit and the like are answers as well
+    except BaseException as error:  # includes SystemExit, which is also an answer
         name, derived = objects.exception(type(error))
         try:
             args = encode(error.args, objects.form)
@@ -125,7 +128,7 @@ def answer(request, objects):
 
 
 def main():
-    """Answer until the other side closes."""
+    """Answer requests until the other side closes the socket."""
     descriptor = int(sys.argv[1])
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

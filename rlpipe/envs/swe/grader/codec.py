@@ -2,26 +2,26 @@
 
     [1, "a"]  <->  ["list", [1, "a"]]          2.5  <->  ["float", "0x1.4p+1"]
 
-Owns messages, their text and their bounds. Decoding calls nothing but constructors of builtin types, so no
-message can run code; a subclass of a builtin type is sent as a value of that builtin type. Runs inside the
-sandboxes, and imports almost nothing, because imports are most of the cost of grading: importing the package
-json takes longer than it would need to read all messages.
+Owns the format of messages and their limits. Decoding calls only constructors of builtin types, so no message
+can run code; a subclass of a builtin type is sent as a value of that builtin type. This module runs inside
+the sandboxes. It imports almost nothing, because imports are most of the cost of grading: importing the
+package json takes longer than parsing all messages.
 """
 
 import os
 from _json import make_scanner
 
-LONGEST = 4 << 20  # bytes of one message
+LONGEST = 4 << 20  # maximum bytes of one message
 _DEEPEST = 60
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 class Malformed(ValueError):
-    """A message that violates the format or its bounds."""
+    """Raised for a message that violates the format or its limits."""
 
 
 def encode(value, other, depth=0):
-    """Return the JSON form of a value. other: makes that of an object of no builtin type.
+    """Return the JSON form of a value. other: function that converts objects of types that are not builtin.
 
     Raises Malformed for values that are nested too deeply.
     """
@@ -55,7 +55,7 @@ def encode(value, other, depth=0):
 
 
 def decode(form, other, depth=0):
-    """Return the value of a JSON form. other: makes that of an unknown tag. Raises Malformed."""
+    """Return the value of a JSON form. other: function that decodes unknown tags. Raises Malformed."""
     if depth > _DEEPEST:
         raise Malformed("nested too deeply")
     if form is None or type(form) in (bool, int, str):
@@ -89,7 +89,7 @@ _ESCAPES = {n: f"\\u{n:04x}" for n in (*range(32), ord('"'), ord("\\"))}
 
 
 def dumps(form):
-    """Write what `encode` makes (None, bool, int, str and lists of these) as JSON in UTF-8."""
+    """Serialise a result of `encode` (None, bool, int, str and lists of these) as JSON in UTF-8."""
     return _text(form).encode("utf-8", "surrogatepass")
 
 
@@ -104,14 +104,14 @@ def _text(form):
 
 
 class _Reading:
-    """Options of the interpreter's JSON scanner. A float may be parsed: decoding then refuses its form."""
+    """Options of Python's JSON scanner. It may parse a float, which `decode` then rejects."""
 
     strict, object_hook, object_pairs_hook = True, None, None
     parse_int, parse_float, parse_constant = int, float, float
 
 
 def loads(data):
-    """Decode JSON in UTF-8. Raises ValueError or RecursionError.
+    """Parse JSON in UTF-8. Raises ValueError if it is invalid, RecursionError if it is nested too deeply.
 
     >>> loads(dumps(["a", [True, None]]))
     ['a', [True, None]]
@@ -130,10 +130,10 @@ _CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Channel:
-    """Messages over a socket's descriptor, each as its length (four bytes) and its text.
+    """Sends and receives messages over a socket's descriptor; a message is its length (four bytes) and text.
 
     dumps, loads: convert a message to bytes and back; `loads` may raise ValueError or RecursionError.
-    Raises Malformed, EOFError, OSError.
+    Raises Malformed for an invalid message, EOFError or OSError if the socket is closed or fails.
     """
 
     def __init__(self, descriptor, dumps, loads):

@@ -4,8 +4,8 @@
                                             | stdin: token, ids      ^ pipe: token, passed ids
                                          play: pytest, the tests, the code under test
 
-The report is signed with the key, which `play` never sees. The token and pytest's own objects are in the
-process that imports the code under test: code that looks for them in its memory can cheat.
+The report is signed with the key, which `play` never gets. The token and pytest's objects are in the process
+that imports the code under test: code that searches the memory of that process for them can cheat.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _NO_SUCCESS = ("addError", "addFailure", "addSkip", "addExpectedFailure", "addUn
 def supervise():
     """Run `play` in a child process; print its report and exit status, signed."""
     order = json.load(sys.stdin)
-    # without this the child could read our memory and descriptors through /proc
+    # Without this, the child could read this process's memory and descriptors through /proc.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     token = os.urandom(16).hex()
     read, write = os.pipe()
@@ -47,7 +47,7 @@ def supervise():
 
 
 def play():
-    """Run the tests, if any; at the end of the run, report those that passed."""
+    """Run the tests, if any, and then report the passed ones."""
     order, report = json.load(sys.stdin), int(sys.argv[1])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     outcomes = _Outcomes(order["kind"])
@@ -55,29 +55,29 @@ def play():
     with os.fdopen(report, "wb") as pipe:
         passed = sorted(outcomes.names(outcomes.passed) - outcomes.names(outcomes.failed))
         pipe.write((order["token"] + json.dumps(passed) + "\n").encode())
-    os._exit(code)  # what the code under test left for the interpreter's end does not count
+    os._exit(code)  # skip exit handlers of the code under test
 
 
 class _Outcomes:
-    """A pytest plugin, and what unittest reports. A test passed when nothing of it failed or was skipped."""
+    """A pytest plugin and unittest hooks that record outcomes. A failed or skipped part fails its test."""
 
     def __init__(self, kind):
         self.passed, self.failed, self._kind = set(), set(), kind
 
     def run(self, tests):
-        """Run pytest over ids or files; return its status."""
+        """Run pytest on ids or files; return its exit status."""
         import pytest
 
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m pytest`, but after pytest was imported
+        sys.path.insert(0, str(Path.cwd()))  # like `python -m pytest`, but after importing pytest
         options = ["-p", "no:cacheprovider", *sys.argv[2:]]
         return int(pytest.main([*options, *tests], plugins=[self])) if tests else 0
 
     def run_django(self, labels):
-        """Run Django's own runner over labels; return its status."""
+        """Run Django's test runner on labels; return its exit status."""
         import runpy
         import unittest
 
-        # Also those of its subclasses: each calls the method of this one.
+        # This also covers subclasses of TestResult, because they call its methods.
         result = unittest.TestResult
         noting: dict[str, object] = {
             name: _noting(getattr(result, name), self.failed) for name in _NO_SUCCESS
@@ -96,10 +96,10 @@ class _Outcomes:
         return 0
 
     def names(self, tests):
-        """Return all names that tests may have in a list of required tests.
+        """Return the tests' ids and the other names that a list of required tests may use for them.
 
-        A list of kind `files` was read from printed lines, which contain the name up to its first blank, or
-        only the function's name.
+        A list of kind `files` was extracted from printed lines: a name may end at its first space, or be only
+        the function's name.
         """
         if self._kind != "files":
             return tests
@@ -117,7 +117,7 @@ class _Outcomes:
 
 
 def _noting(method, into):
-    """Return a method of a result that also notes the test; unittest prints its name or its docstring."""
+    """Wrap a method of TestResult so that it also records the test's names: its id and its docstring."""
 
     def noting(self, test, *details):
         name = getattr(test, "_testMethodName", "")
@@ -131,7 +131,7 @@ def _noting(method, into):
 
 
 def _noting_subtests(method, failed):
-    """Wrap unittest's method for subtests, so that a failed one counts as a failure of its test."""
+    """Wrap `TestResult.addSubTest` so that a failed subtest counts as a failure of its test."""
     note = _noting(lambda self, test, *details: None, failed)
 
     def noting(self, test, subtest, error):

@@ -1,8 +1,8 @@
-"""Grades the diff of a repository that lives in a container image, in a fresh container of that image.
+"""Grades the diff of a repository that is stored in a container image, in a new container of that image.
 
-Owns the choice of changes that are applied (none that configure or replace the tests) and the checks of a
-report. A report counts only if `image_tests.supervise` signed it, if pytest ended with status 0, and if it
-names every required test. Tests and code share a process there, so this is the weaker mode, and a `Grade` is
+Owns the choice of changes to apply (none that configure or replace the tests) and the checks of a report. A
+report counts only if `image_tests.supervise` signed it, if pytest ended with status 0, and if it names every
+required test. Here, tests and code share a process. This mode is less secure than `trees`, so a `Grade` is
 marked `in_process`.
 """
 
@@ -32,14 +32,14 @@ _CONFIGURATION = (
     *("tox.ini", "setup.cfg", "pyproject.toml"),
 )
 _START_HOOKS = ("sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.egg-info/*", "*.dist-info/*")
-_RUNNER = ("pytest.py", "pytest/*", "_pytest/*", "pluggy.py", "pluggy/*")  # a PYTHONPATH may name the root
+_RUNNER = ("pytest.py", "pytest/*", "_pytest/*", "pluggy.py", "pluggy/*")  # PYTHONPATH may include the root
 _TEST_FOLDERS = {"test", "tests", "testing"}
 _MOVES = re.compile(rb"^(rename|copy) ", re.MULTILINE)
 _SIGNATURE = 64
 
 
 def paths_of_tests(instance: Instance) -> list[str]:
-    """Return patterns of the paths of the instance's tests: their files, and the `tests` folders around them.
+    """Return path patterns of the instance's tests: their files, and the `tests` folders that contain them.
 
     >>> names = ("a/tests/b/test_c.py::d", "test_e.py::f")
     >>> paths_of_tests(Instance(instance_id="i", problem_statement="", fail_to_pass=names))
@@ -54,7 +54,7 @@ def paths_of_tests(instance: Instance) -> list[str]:
 
 
 def apply_command(instance: Instance) -> str:
-    """Apply a patch from stdin without its changes to tests, to their configuration and to start hooks."""
+    """Return a command that applies a patch from stdin, except changes to tests, test settings and hooks."""
     names = (*_CONFIGURATION, *_START_HOOKS)
     patterns = [*names, *(f"*/{name}" for name in names), *_RUNNER, *paths_of_tests(instance)]
     return shlex.join(["git", "apply", *(f"--exclude={pattern}" for pattern in patterns), "-"])
@@ -66,9 +66,9 @@ def passed_tests(
     patch: bytes,
     config: EnvConfig,
 ) -> int:
-    """Count the required tests that pass in an untouched container once a patch is applied to it.
+    """Apply a patch in a new container; return the number of required tests that pass there.
 
-    Raises InfrastructureError when the container fails, pytest is not in it, or `test_patch` does not apply.
+    Raises InfrastructureError if the container fails, lacks pytest, or cannot apply `test_patch`.
     """
     probe, key = _run(fresh, config, (), kind="ids", probe=True)
     if reported(probe, key) != ([], 0):
@@ -78,15 +78,15 @@ def passed_tests(
         )
 
     if _MOVES.search(patch) or fresh.run(apply_command(instance), stdin=patch).exit_code:
-        return 0  # diffs made here have no renames, whose source no --exclude protects
+        return 0  # rlpipe's diffs have no renames; --exclude would not protect their source
 
     if instance.test_patch:
         tests = fresh.run("git apply -", stdin=instance.test_patch.encode())
         if tests.exit_code:
             raise InfrastructureError(f"test_patch does not apply: {tests.output[-300:]!r}")
 
-    # A run that ended badly may have skipped checks, so not all tests count as passed. Whole files may hold
-    # tests that fail and are not required.
+    # A run with another exit status may have skipped checks, so at least one test counts as failed. If the
+    # kind is not "ids", tests that are not required may fail, so status 1 is normal.
     kind, tests = what_to_run(instance)
     result, key = _run(fresh, config, tests, kind=kind)
     names, exit_code = reported(result, key)
@@ -96,10 +96,11 @@ def passed_tests(
 
 
 def what_to_run(instance: Instance) -> tuple[str, tuple[str, ...]]:
-    """Return how the tests of an instance are named, and what is run for them.
+    """Return (kind, arguments) of the test run of an instance.
 
-    ids: pytest, by their ids. files: pytest over the files of `test_patch`, as SWE-bench runs them, where the
-    list has names of functions (sympy) or names that end at a blank. django: its own runner.
+    Kind "ids": pytest runs the listed ids. Kind "files": pytest runs the files of `test_patch`, as SWE-bench
+    does, because the list has function names (sympy) or names that end at a space. Kind "django": Django's
+    test runner runs the modules of these files.
 
     >>> patch = "+++ b/tests/a/tests.py"
     >>> def of(test, repo=""):
@@ -129,7 +130,7 @@ def _run(
 ) -> tuple[CommandResult, str]:
     """Run the tests of an image; return the result and the key that signs its report."""
     source, key = _source(), secrets.token_hex(32)
-    # the child must not import what lies in the repository's root before pytest
+    # The child must not import files in the repository's root before it imports pytest.
     child = f"import sys; sys.path[:] = [p for p in sys.path if p]\n{source}\nplay()"
     order = {"key": key, "tests": tests, "kind": kind, "program": child, "probe": probe}
     runner = shlex.join(["-I", "-S", "-c", f"{source}\nsupervise()"])
@@ -138,7 +139,7 @@ def _run(
         command,
         timeout_s=config.test_timeout_s,
         stdin=json.dumps(order).encode(),
-        output_kb=config.sandbox.tree_mb << 10,  # thousands of names are more than a command may say
+        output_kb=config.sandbox.tree_mb << 10,  # thousands of names exceed the normal limit of output
     )
     return result, key
 
@@ -149,7 +150,7 @@ def _source() -> str:
 
 
 def reported(result: CommandResult, key: str) -> tuple[list[str], int]:
-    """Return the tests in the signed report, and pytest's status; ([], 1) without a well-formed one."""
+    """Return (passed tests, pytest's exit status) of the signed report; ([], 1) without a valid report."""
     for line in () if result.exceeded else result.output.splitlines():
         signature, text = line[:_SIGNATURE], line[_SIGNATURE:].encode()
         if not hmac.compare_digest(signature.encode(), _signature(key, text)):

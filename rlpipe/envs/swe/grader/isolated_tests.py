@@ -2,11 +2,11 @@
 
     {"nonce": N, "tests": [ids], "modules": {...}} on stdin, the code server's descriptor as argument
 
-Owns the verdict; standard library only. The code under test is reached through `proxy` and never imported
-here. The last line written is the nonce and a JSON object {"passed": [ids], "intact": bool}; without that
-line nothing passed. Without a descriptor (an instance with `graded_in_process`) the code is imported into the
-process of the tests. Then the result is guarded only by `intact`, which is false if the test machinery was
-changed, and code that looks for the nonce in this process is not stopped.
+Decides which tests passed; uses only the standard library. Normally, the tests call the code under test
+through `proxy`, and this process does not import it. The last line of the output is the nonce and a JSON
+object {"passed": [ids], "intact": bool}; without that line, no test passed. Without a descriptor (an instance
+with `graded_in_process`), this process imports the code. Only `intact` protects the result then: it is false
+if the code changed the test functions. Code that searches this process for the nonce is not stopped.
 """
 
 import marshal
@@ -15,7 +15,7 @@ import sys
 
 from rlpipe.envs.swe.grader import late
 
-late.install("argparse", "difflib", "pprint", "signal", "traceback")  # two thirds of what unittest imports
+late.install("argparse", "difflib", "pprint", "signal", "traceback")  # two thirds of unittest's imports
 
 import unittest  # noqa: E402
 import unittest.case  # noqa: E402
@@ -36,7 +36,7 @@ _WATCHED = (
 
 
 def machinery():
-    """List every function of the test machinery with its code, to be compared later."""
+    """List every function that the tests rely on, with its code object, for a later comparison."""
     return [
         (cls.__name__, name, value, getattr(value, "__code__", None))
         for cls in _WATCHED
@@ -46,7 +46,7 @@ def machinery():
 
 
 class MustFail(unittest.TestCase):
-    """Assertions that are wrong; each must be reported as a failure."""
+    """Tests with false assertions; each must be reported as a failure."""
 
     def test_equal(self):
         self.assertEqual(1, 2)
@@ -81,41 +81,41 @@ class MustFail(unittest.TestCase):
 
 
 class Result(unittest.result.TestResult):
-    """A result whose failures have no text, because it is not read."""
+    """A result that does not format failures, because nobody reads the text."""
 
     def _exc_info_to_string(self, err, test):
         return ""
 
 
 def passes(test):
-    """Run a test; return whether it, and nothing else, ran and succeeded."""
+    """Run a test; return whether exactly this test ran and succeeded."""
     result = Result()
     test.run(result)
     return result.testsRun == 1 and result.wasSuccessful() and not (result.skipped or result.expectedFailures)
 
 
 def same_machinery(before):
-    """Return whether every function is the one that `machinery` listed before."""
+    """Return whether every function is unchanged since `machinery` returned `before`."""
     return [(a[:2], id(a[2]), id(a[3])) for a in before] == [(a[:2], id(a[2]), id(a[3])) for a in machinery()]
 
 
 def finds_faults():
-    """Return whether assertions that are wrong still fail."""
+    """Return whether false assertions still fail."""
     names = [name for name in vars(MustFail) if name.startswith("test_")]
     return len(names) == 10 and not any(passes(MustFail(name)) for name in names)
 
 
 def main():
-    """Run the tests that stdin names; report those that passed, after the nonce, and end the process."""
+    """Run the tests that stdin lists; print the nonce and the passed tests, and end the process."""
     order = marshal.load(sys.stdin.buffer)
 
-    # The report goes to a copy of stdout, which the tests and the code under test do not have.
+    # The report goes to a copy of stdout that the tests and the code under test cannot write to.
     report = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
 
-    # With an argument, the code under test is in another process and is reached through the proxy.
+    # With an argument, the code under test is in another process and is called through the proxy.
     before, isolated = machinery(), len(sys.argv) > 1
     if isolated:
         proxy.install(int(sys.argv[1]), order["modules"])
@@ -126,10 +126,10 @@ def main():
         try:
             if passes(unittest.loader.TestLoader().loadTestsFromName(name)):
                 passed.append(name)
-        except BaseException:  # SystemExit and the like, raised on import: this test did not pass
+        except BaseException:  # includes SystemExit on import: this test did not pass
             continue
 
-    # In one process the code could have changed what the tests use.
+    # In the same process, the code could have changed functions that the tests use.
     intact = same_machinery(before) and (isolated or finds_faults())
     line = b'{"passed": %b, "intact": %b}' % (dumps(passed), dumps(intact))
     with os.fdopen(report, "wb") as output:

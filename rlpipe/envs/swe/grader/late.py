@@ -1,7 +1,8 @@
 """Imports rarely needed modules only on use, because starting Python is most of the cost of grading.
 
-Owns two kinds: packages outside the standard library, whose folders `python3 -S` leaves out until an import
-fails, and modules of the standard library that unittest uses only for failures. Runs inside the sandboxes.
+Owns two kinds of modules: packages outside the standard library, whose folders are added to the path when an
+import fails (`python3 -S` omits them), and modules of the standard library that unittest needs only for
+failures. Runs inside the sandboxes.
 """
 
 import builtins
@@ -12,17 +13,17 @@ import types
 
 
 class LatePackages:
-    """Finds installed packages: the last finder, replaced by `site` at its first use."""
+    """The last finder of imports: at its first use, it removes itself and adds the installed packages."""
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec of a module that no other finder knows, or None."""
+        """Return the spec of a module that no other finder has, or None."""
         sys.meta_path.remove(self)
         importlib.import_module("site").main()
         return importlib.machinery.PathFinder.find_spec(name, path)
 
 
 class LateModule(types.ModuleType):
-    """Replaces a module of the standard library until an attribute of it is used."""
+    """Placeholder of a standard library module, which is imported when one of its attributes is used."""
 
     def __getattr__(self, name):
         if sys.modules.get(self.__name__) is not self:
@@ -33,7 +34,7 @@ class LateModule(types.ModuleType):
 
 
 def install(*modules):
-    """Postpone `site` and the named modules."""
+    """Postpone the import of `site` and of the named modules."""
     builtins.exit = builtins.quit = sys.exit
     sys.meta_path.append(LatePackages())
     sys.modules.update((name, LateModule(name)) for name in modules)

@@ -1,13 +1,13 @@
-"""Stands for the code under test in the process that runs the tests, which never imports that code.
+"""Represents the code under test in the process that runs the tests, which never imports that code.
 
     import core; core.add(1, 2)   ->   {import core}, {getattr add}, {call (1, 2)}   ->   3
 
-Owns the imports that lead to the code server, and the stand-ins for its objects. Values of builtin types are
-copied; an object of another type is a `Remote`. A module's functions and classes are requested once, and
-again only if the code reports that their names changed. An object must not decide whether it is what a test
-expects, so a Remote never equals a value of the tests, and operators between the two are refused; only two
-Remotes are compared, by the code server. Arguments that a call changed in place are changed here too.
-Callbacks, subclassing and identity of values are not supported.
+Owns imports from the code server and the proxies of its objects. Values of builtin types are copied; an
+object of another type becomes a `Remote`. A module's functions and classes are requested once, and again only
+if the code server reports that their names changed. An object of the code must not decide whether it equals
+what a test expects. Therefore a Remote never equals a local value, and operators between the two raise; the
+code server compares two Remotes. If a call changes arguments in place, they are changed here too. Callbacks,
+subclassing and identity of values are not supported.
 """
 
 import builtins
@@ -20,7 +20,7 @@ from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, encode, loa
 
 
 class Remote:
-    """An object of the code under test."""
+    """Proxy of an object of the code under test."""
 
     def __init__(self, code, number):
         object.__setattr__(self, "_remote", (code, number))
@@ -66,7 +66,7 @@ def _request(remote, what, *args):
 
 
 def _add_operators():
-    """Operators that need no other operand, or an index, and those between two Remotes."""
+    """Add to Remote the unary operators, the index operators and the operators between two Remotes."""
 
     def one(what):
         return lambda self, *args: _request(self, what, *args)
@@ -86,16 +86,16 @@ _add_operators()
 
 
 class Code:
-    """The code server, as seen from the tests."""
+    """Client of the code server in the process of the tests."""
 
     def __init__(self, descriptor):
         self._channel = Channel(descriptor, marshal.dumps, loads)
         self._remotes, self._exceptions, self.names_hold = {}, {}, True
 
     def request(self, what, target, args, kwargs):
-        """Send a request, and return its value.
+        """Send a request to the code server, and return the resulting value.
 
-        Raises what the code raised, and RuntimeError when the answer is malformed.
+        Raises the exception that the code raised, or RuntimeError if the answer is malformed.
         """
         args = list(args)
         request = [what, target, encode(args, self._form), encode(kwargs, self._form)]
@@ -109,7 +109,7 @@ class Code:
         return value
 
     def _answer(self, message, args, kwargs):
-        """(None, value) or (exception class, its arguments)."""
+        """Decode an answer: return (None, value) or (exception class, its arguments)."""
         if type(message) is list and message and message[-1] is not True:
             self.names_hold = False
         if type(message) is list and len(message) == 4 and message[0] == "value":
@@ -140,7 +140,7 @@ class Code:
         raise Malformed(f"no value: {form!r:.80}")
 
     def _exception(self, name, derived):
-        """The stand-in for an exception class: a builtin one, or a class derived from it here."""
+        """Return a local exception class for a remote one: a builtin class or a class derived from it."""
         cls = getattr(builtins, name, None) if type(name) is str else None
         if not (isinstance(cls, type) and issubclass(cls, BaseException)):
             raise Malformed(f"no builtin exception: {name!r:.80}")
@@ -157,7 +157,7 @@ class Code:
 
 
 def renew(old, new):
-    """Give a container its new content in place; likewise the containers in it, by their positions.
+    """Update a container to its new content in place, and also the containers in it, matched by position.
 
     >>> inner = [1]; outer = [inner]; _ = renew(outer, [[1, 2]]); inner
     [1, 2]
@@ -182,17 +182,17 @@ def renew(old, new):
 
 
 class ProxyModule(types.ModuleType):
-    """A module of the code under test."""
+    """Proxy of a module of the code under test."""
 
     def __getattr__(self, name):
         if "__remote__" not in self.__dict__:
-            raise AttributeError(name)  # while it is being imported
+            raise AttributeError(name)  # the module is still being imported
         remote, exported = self.__dict__["__remote__"], self.__dict__["__exported__"]
         return exported[name] if name in exported and remote._remote[0].names_hold else getattr(remote, name)
 
     def __setattr__(self, name, value):
         if name.startswith("__") or isinstance(value, types.ModuleType):
-            super().__setattr__(name, value)  # the import system's
+            super().__setattr__(name, value)  # attributes that the import system sets
         else:
             setattr(self.__dict__["__remote__"], name, value)
 
@@ -207,7 +207,7 @@ class Finder:
         self._code, self._modules = code, modules
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec of a proxy of a module of the code under test; None for all others."""
+        """Return a spec for a module of the code under test; None for all other modules."""
         if name not in self._modules:
             return None
         spec = importlib.machinery.ModuleSpec(name, self, is_package=self._modules[name] is not None)
@@ -216,7 +216,7 @@ class Finder:
         return spec
 
     def create_module(self, spec):
-        """Make an empty proxy."""
+        """Return an empty proxy of a module."""
         return ProxyModule(spec.name)
 
     def exec_module(self, module):
@@ -229,8 +229,8 @@ class Finder:
 
 
 def install(descriptor, modules):
-    """Have the named modules imported from the code server from now on.
+    """Make further imports of the named modules use the code server.
 
-    descriptor: of the socket to it. modules: dotted name -> its folder, or None.
+    descriptor: descriptor of the socket to the server. modules: dotted name -> its folder, or None.
     """
     sys.meta_path.insert(0, Finder(Code(descriptor), modules))

@@ -4,9 +4,9 @@
                                         | socket pair: codec
                                 sandbox of the code (code_server; the model's tree without any test)
 
-Owns both sandboxes and what each sees. They share no namespace, no file and no descriptor but the socket, so
-that the code reaches neither tests, ids, nonce nor the report. An instance with `graded_in_process` has one
-sandbox for both.
+Owns both sandboxes and the files of each. They share only the socket: no namespace, no file and no other
+descriptor. So the code cannot reach the tests, their ids, the nonce or the report. An instance with
+`graded_in_process` has one sandbox for tests and code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CODE = ("late", "codec", "code_server")
 
 
 def code_to_grade(instance: Instance, final: Tree) -> dict[str, Entry]:
-    """Return the model's files, without tests and what shadows a module."""
+    """Return the model's files, without tests and without files that shadow a module."""
     tests = _tests(instance)
     return {
         path: entry
@@ -53,13 +53,13 @@ def _tests(instance: Instance) -> dict[str, str]:
 
 
 def _shadows(path: str) -> bool:
-    """Return whether a path would be imported instead of the standard library, or is not source code."""
+    """Return whether a file would replace a module of the standard library on import, or is compiled code."""
     name = PurePosixPath(path).parts[0].split(".")[0]
     return name in sys.stdlib_module_names or name in _START_HOOKS or path.endswith(_BINARY_MODULES)
 
 
 def modules_of(code: Tree) -> dict[str, str | None]:
-    """Map the modules in a tree by dotted name to the folder of a package; None for other modules.
+    """Return the modules in a tree: dotted name -> folder of a package, or None for a plain module.
 
     >>> modules_of(tree_of({"core.py": "", "pkg/__init__.py": "", "pkg/a.py": "", "notes.txt": ""}))
     {'core': None, 'pkg': '/work/pkg', 'pkg.a': None}
@@ -76,9 +76,9 @@ def modules_of(code: Tree) -> dict[str, str | None]:
 
 
 def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: float) -> int:
-    """Count the instance's tests that pass over this code; 0 when there is no well-formed report.
+    """Count the instance's tests that pass with this code; 0 if there is no valid report.
 
-    Raises InfrastructureError when a sandbox failed.
+    Raises InfrastructureError if a sandbox fails.
     """
     nonce, tests = secrets.token_hex(16), tree_of(_tests(instance))
     order = {"nonce": nonce, "tests": instance.tests, "modules": modules_of(code)}
@@ -87,7 +87,7 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
         result, _ = execute(runner.config, code | tests, _command(), timeout_s=timeout_s, stdin=stdin)
         return passed_tests(result, nonce, instance.tests)
 
-    # Data files go to both sandboxes; code goes only to its own.
+    # Data files go to both sandboxes; the code goes only to the sandbox of the code.
     data = {p: e for p, e in code.items() if isinstance(e, File) and not p.endswith((".py", ".pth"))}
     tests_end, code_end = socket.socketpair()
     over = Event()
@@ -99,13 +99,13 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
             result, _ = execute(runner.config, data | tests, _command(tests_end.fileno()), **options)
         finally:
             over.set()
-            tests_end.close()  # an honest server ends at once
+            tests_end.close()  # the server ends when the socket closes
         served.result()
     return passed_tests(result, nonce, instance.tests)
 
 
 def _serve(runner: TreeRunner, code: Tree, end: socket.socket, timeout_s: float, over: Event) -> None:
-    """Run the code server until the tests are over. Raises InfrastructureError."""
+    """Run the code server until the tests have ended. Raises InfrastructureError if the sandbox fails."""
     options = {"stdin": _program(_CODE), "pass_fds": [end.fileno()], "stop": over.is_set}
     try:
         execute(runner.config, code, _command(end.fileno()), timeout_s=timeout_s, **options)
@@ -114,7 +114,7 @@ def _serve(runner: TreeRunner, code: Tree, end: socket.socket, timeout_s: float,
 
 
 def passed_tests(result: CommandResult, nonce: str, tests: tuple[str, ...]) -> int:
-    """Count the tests that a report names; 0 when it is missing, malformed, or the run ended badly.
+    """Count the required tests that a report lists; 0 if it is missing or invalid, or if the run failed.
 
     >>> passed_tests(CommandResult(output='n {"passed": ["a"], "intact": true}', exit_code=0), "n", ("a",))
     1
@@ -142,9 +142,10 @@ def _source(name: str) -> str:
 
 @cache
 def _program(names: tuple[str, ...]) -> bytes:
-    """What `_START` reads: modules of this package, as no sandbox has them; the last one's `main` is called.
+    """Return the input of `_START`: modules of this package, since sandboxes do not have the package.
 
-    They are compiled here, and again there only when the Python of the sandbox has other bytecode.
+    `_START` calls `main` of the last module. The modules are compiled here; the sandbox compiles them again
+    only if its Python has another bytecode version.
     """
     parts = __package__.split(".")
     modules = [(".".join(parts[: n + 1]), b"", "") for n in range(len(parts))]
