@@ -25,7 +25,7 @@ PROMPTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Certify a server; return 0 if no fault was found, 1 if one was found, 2 if it cannot be judged."""
+    """Certify a server; return 0 if no fault was found, 1 if one was found, 2 if it cannot be tested."""
     options = _parser().parse_args(arguments)
 
     from rlpipe.weights.protocols import ServerError, ServerUnreachable
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _certify(options: argparse.Namespace) -> Certificate:
-    """Sample the server, and return the certificate of its samples. Raises ValueError for bad options."""
+    """Sample the server, and return the resulting certificate. Raises ValueError for bad options."""
     _check(options)
 
     import asyncio
@@ -104,11 +104,11 @@ def _certify(options: argparse.Namespace) -> Certificate:
             options.url, prompts[0], key=options.key, name=options.name, extra=options.body
         )
         try:
-            # An option states what the server does not report.
+            # An option replaces what the server does not report.
             features = server.features
             features.dtype = options.dtype or served_dtype(features.dtype, _stored_dtype(path))
 
-            # The checkpoint's draft, or the reason why acceptance is not compared with it.
+            # `draft` counts accepted drafts of the checkpoint, or is the reason why acceptance is not tested.
             draft = own_draft(path, options.draft, features)
             chat = features.dialect == "OpenAI chat"
             evidence, seconds = await collect(
@@ -142,7 +142,7 @@ def _certify(options: argparse.Namespace) -> Certificate:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse values that make no certificate. Raises ValueError."""
+    """Raise ValueError for options with which no certificate is possible."""
     if options.samples < 100:
         raise ValueError(f"--samples {options.samples} sees nothing: take at least 100, better 4000.")
     if not 0 < options.alpha < 0.5:
@@ -154,7 +154,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(path: Path) -> Texts | None:
-    """Return the texts of a checkpoint's tokens; None where it has no tokenizer."""
+    """Return the texts of a checkpoint's tokens; None if it has no tokenizer."""
     from rlpipe.certify.texts import Texts
     from rlpipe.rollout.chat import read_tokenizer
 
@@ -164,13 +164,13 @@ def _tokenizer(path: Path) -> Texts | None:
 
 
 def _prompts(file: Path | None, texts: Texts | None, path: Path) -> list[Prompt]:
-    """Return the prompts with their ids. Raises ValueError."""
+    """Return the prompts with their ids. Raises ValueError for an unreadable or unusable file."""
     import numpy as np
 
     from rlpipe.certify.dialects import Prompt
     from rlpipe.models.checkpoint import read_config
 
-    if texts is None:  # without a tokenizer any ids will do
+    if texts is None:  # without a tokenizer, use arbitrary ids
         if file is not None:
             raise ValueError(f"--prompts {file}: {path} has no tokenizer to read them with.")
         rows = np.random.default_rng(0).integers(2, read_config(path)["vocab_size"], (4, 4))
@@ -185,7 +185,7 @@ def _prompts(file: Path | None, texts: Texts | None, path: Path) -> list[Prompt]
 
 
 def _as_messages(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
-    """Return prompts as the chat template of a checkpoint renders them."""
+    """Return the prompts as user messages, rendered by the chat template of a checkpoint."""
     from rlpipe.certify.dialects import Prompt
     from rlpipe.rollout.chat import ChatFormat
 
@@ -197,7 +197,7 @@ def _as_messages(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the number format of a checkpoint, which servers keep unless an option says otherwise."""
+    """Return the dtype of a checkpoint's weights, which servers use unless an option changes it."""
     from rlpipe.models.checkpoint import read_config
 
     config: dict[str, Any] = read_config(path)

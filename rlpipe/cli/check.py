@@ -1,7 +1,7 @@
 """`rlpipe check +recipe=NAME [key=value ...]`: every check of a launch, without starting the run.
 
-A user's environment (`env.suite`) is stepped through with random answers: several full episodes of every
-split, where a launch runs one short episode of each. Writes no files.
+Runs a user's environment (`env.suite`) with random answers for several full episodes of every split; a launch
+runs one short episode of each split. Writes no files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpipe.envs.base import Suite
 if TYPE_CHECKING:
     from rlpipe.envs.rehearsal import Prompts
 
-EPISODES = 8  # of every split
+EPISODES = 8  # number of episodes of every split
 USAGE = """usage: rlpipe check +recipe=NAME [KEY=VALUE ...]
 
 Validate a run without starting it: settings, memory, checkpoint, data, machine, run directory. A custom
@@ -26,7 +26,7 @@ environment (env.suite) is stepped through several episodes of every split with 
 
 
 def check_all(config: Config, resolved: str) -> int:
-    """Check the task and its run directory, once settings and machine have been checked; return 0."""
+    """Check the task and its run directory, after settings and machine have been checked; return 0."""
     from rlpipe.launch import check_run_directory, check_task
 
     check_task(config, lambda suite, prompts: _rehearse(suite, config.env.suite, prompts))
@@ -46,7 +46,7 @@ def _rehearse(suite: Suite, name: str, prompts: Prompts) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the run of a command line; return the exit status."""
+    """Check the run that a command line describes; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)

@@ -37,8 +37,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent
-CHECKOUT = (ROOT / "constraints.txt").is_file()  # or an installed wheel
-IMPORT_NAMES = {  # distribution -> module, where they differ by more than - and _
+CHECKOUT = (ROOT / "constraints.txt").is_file()  # False: an installed wheel
+IMPORT_NAMES = {  # distribution -> module, if they differ by more than - and _
     "hydra-core": "hydra",
     "megatron-core": "megatron.core",
     "mini-swe-agent": "minisweagent",
@@ -55,14 +55,14 @@ class Level(StrEnum):
     """The severity of a finding."""
 
     OK = "ok"
-    INFO = "info"  # neither good nor bad
-    WARN = "warn"  # works, but worse than it could
+    INFO = "info"  # information only
+    WARN = "warn"  # works, but not as well as possible
     MISSING = "missing"  # required
 
 
 @dataclass(slots=True, kw_only=True)
 class Finding:
-    """One line of the output: the name of a check, its result, and a hint (empty where none is needed)."""
+    """One line of the output: the name of a check, its result, and a hint (empty if none is needed)."""
 
     level: Level
     name: str
@@ -71,7 +71,7 @@ class Finding:
 
 
 def ok_if(good: bool, name: str, found: str, remedy: str, *, otherwise: Level = Level.MISSING) -> Finding:
-    """Return a finding; its hint is kept only if the check failed."""
+    """Return a finding, with the hint only if the check failed."""
     level = Level.OK if good else otherwise
     return Finding(level=level, name=name, found=found, remedy="" if good else remedy)
 
@@ -92,7 +92,7 @@ def check_packages() -> Iterator[Finding]:
     else:
         needed, pins = [line for line in requires("rlpipe") or [] if "extra ==" not in line], {}
 
-    # Without any of them, one line is enough.
+    # If no package is installed, one line is enough.
     names = [re.split("[^A-Za-z0-9._-]", line)[0] for line in needed]
     if not any(installed(name) for name in names):
         yield Finding(level=Level.MISSING, name="packages", found="none installed", remedy=install_all())
@@ -105,7 +105,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_package(name: str, pin: str) -> Finding:
-    """Check one distribution by importing it, the only proof that compiled code works. pin "": any."""
+    """Check a distribution by importing it, which also tests compiled code. pin: tested version; "": any."""
     remedy = shlex.join([*PIP, "--force-reinstall", "--no-deps", f"{name}=={pin}" if pin else name])
     present = installed(name)
     if not present:
@@ -113,7 +113,7 @@ def check_package(name: str, pin: str) -> Finding:
 
     from rlpipe.config.home import provide_home
 
-    # Without a writable home some fail on import, which a new installation would not change.
+    # Some packages fail on import without a writable home folder, which a new installation would not solve.
     provide_home()
     module = IMPORT_NAMES.get(name, name.replace("-", "_"))
     started = time.monotonic()
@@ -131,7 +131,7 @@ def check_package(name: str, pin: str) -> Finding:
 
 
 def check_others(pins: dict[str, str]) -> Finding:
-    """Compare all pinned versions, in one line; packages that only the tests need may be absent."""
+    """Compare all installed versions with the pins in one finding; packages for tests only may be absent."""
     different = [
         f"{n} {installed(n)}, tested with {pin}" for n, pin in pins.items() if installed(n) not in ("", pin)
     ]
@@ -140,7 +140,7 @@ def check_others(pins: dict[str, str]) -> Finding:
 
 
 def check_fit() -> Finding:
-    """Check with pip the versions of an installed wheel's dependencies, in one line."""
+    """Check the versions of an installed wheel's dependencies with pip, in one finding."""
     done = subprocess.run([*PIP[:3], "check"], capture_output=True, text=True)
     lines = (done.stdout + done.stderr).strip().splitlines()
     summary = "; ".join(lines[:4]) + ("; ..." if len(lines) > 4 else "")
@@ -148,7 +148,7 @@ def check_fit() -> Finding:
 
 
 def pins_file() -> str:
-    """Return the file of tested versions for this machine, the one that scripts/lib/setup.sh uses."""
+    """Return the file with the tested versions for this machine; scripts/lib/setup.sh uses the same file."""
     pins = os.environ.get("RLPIPE_PINS") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     return "constraints_gpu.txt" if pins == "gpu" else "constraints.txt"
 
@@ -162,7 +162,7 @@ def installed(name: str) -> str:
 
 
 def install_all() -> str:
-    """Return the command that installs every dependency, or advice on how to."""
+    """Return the command that installs every dependency, or advice on the installation."""
     if not CHECKOUT:
         return "install the wheel again, with its dependencies, in a virtual environment of its own"
     if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").exists():
@@ -178,7 +178,7 @@ def check_sandbox() -> Iterator[Finding]:
             continue  # only root has privileges to drop
         yield ok_if(path is not None, tool, path or "not found", f"apt-get install {package}")
 
-    # An installed bwrap may still be refused by the kernel or the container, so start it once.
+    # The kernel or a container may forbid bwrap although it is installed, so start it once.
     if shutil.which("bwrap") is None:
         return
     command = [
@@ -210,7 +210,7 @@ def check_bounds() -> Iterator[Finding]:
     options = subprocess.run(["bwrap", "--help"], capture_output=True, text=True).stdout
     machine, kernel = platform.machine(), Path("/proc/self/status").read_text()
 
-    # The filter of system calls exists for two processor architectures.
+    # The system call filter supports two processor architectures.
     filters = "--seccomp" in options and "Seccomp:" in kernel and machine in ("x86_64", "aarch64")
     yield ok_if(
         filters,
@@ -219,7 +219,7 @@ def check_bounds() -> Iterator[Finding]:
         "use x86-64 or ARM, and a kernel with CONFIG_SECCOMP_FILTER",
     )
 
-    # A nested user namespace would give a command new privileges inside.
+    # In a nested user namespace, a command would get new privileges.
     nested = "--disable-userns" in options
     yield ok_if(
         nested,
@@ -229,7 +229,7 @@ def check_bounds() -> Iterator[Finding]:
         otherwise=Level.WARN,
     )
 
-    # Control groups enforce the limits; without them memory is only checked periodically.
+    # Control groups enforce the limits; without them, memory is only checked periodically.
     groups = runpy.run_path(str(PACKAGE / "envs" / "sandbox" / "cgroup.py"))
     controllers = groups["controllers"]()
     versions = {2 if groups["is_version_2"](parent) else 1 for parent in controllers.values()}
@@ -276,7 +276,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def size(name: str, free: int, wanted: int, remedy: str) -> Finding:
-    """Return a finding about free bytes."""
+    """Return a finding on the number of free bytes."""
     measured = f"{free / GIB:.1f} GiB"
     short = f"{measured}, {wanted // GIB} GiB wanted"
     return ok_if(free >= wanted, name, measured if free >= wanted else short, remedy, otherwise=Level.WARN)
@@ -299,7 +299,7 @@ def check_accelerator() -> Iterator[Finding]:
 
 
 def check_nccl() -> Iterator[Finding]:
-    """Compare NCCL in this environment, the trainer's, with that of SGLang's servers, if both have one."""
+    """Compare the NCCL version of this environment, the trainer's, with that of SGLang's servers."""
     if not installed("rlpipe"):
         return
     try:
@@ -308,7 +308,7 @@ def check_nccl() -> Iterator[Finding]:
 
         local, served = local_nccl(), served_nccl(SglangConfig())
     except (ImportError, ValueError):
-        return  # something is missing, which other lines say, or servers have no environment here
+        return  # another finding reports what is missing, or servers have no environment here
 
     if not (local and served):
         return
@@ -323,7 +323,7 @@ def check_nccl() -> Iterator[Finding]:
 
 
 def check_wandb() -> Iterator[Finding]:
-    """Report whether W&B records would be uploaded."""
+    """Report whether runs would be uploaded to W&B."""
     if not installed("rlpipe"):
         return
     from rlpipe.metrics.sinks import logged_in
@@ -333,7 +333,7 @@ def check_wandb() -> Iterator[Finding]:
 
 
 def check_shipped() -> Iterator[Finding]:
-    """Check the files that are shipped with rlpipe."""
+    """Check the files that come with rlpipe."""
     top = ROOT if CHECKOUT else PACKAGE / "_data"
     absent = [name for name in SHIPPED if not (top / name).is_file()]
     state = f"{len(SHIPPED)} files" if not absent else f"not there: {', '.join(absent)}"
@@ -342,7 +342,7 @@ def check_shipped() -> Iterator[Finding]:
 
 
 def check_run(settings: list[str]) -> Iterator[Finding]:
-    """Report the memory of a run with these settings, by process, and whether it would be refused here."""
+    """Report the memory of each process of a run with these settings, and whether the launch would fail."""
     try:
         from rlpipe.cli.run import check_before, config_of
         from rlpipe.launch import check_run_directory, check_task
@@ -358,7 +358,7 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
         config, resolved = config_of(settings)
         check(config)
 
-        # The estimates come first, so that they are printed even if the launch is refused.
+        # Yield the estimates first, so that they are printed even if the launch would fail.
         gpu_memory = gpu_bytes(config)
         for memory in (
             *estimate(config, gpu_memory),
@@ -408,18 +408,18 @@ def show(findings: list[Finding]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks and print the findings; return 1 when a requirement is missing."""
+    """Run all checks and print the findings; return 1 if a requirement is missing, else 0."""
     parser = argparse.ArgumentParser(prog="rlpipe doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--config-dir", metavar="DIR", help="folder of further recipes, as of rlpipe run")
     parser.add_argument("settings", nargs="*", help="of a run, as rlpipe run takes them")
     options = parser.parse_intermixed_args(arguments)
 
-    # Check this rlpipe, even when another one is installed.
+    # Check this copy of rlpipe, even if another one is installed.
     sys.path.insert(0, str(ROOT))
     findings = [finding for check in CHECKS for finding in check()]
     if options.settings:
-        # The user's code may print, and the JSON must stay clean.
+        # The user's code may print to stdout, where only the JSON belongs.
         with redirect_stdout(sys.stderr):
             folder = ["--config-dir", options.config_dir] if options.config_dir else []
             findings += check_run([*folder, *options.settings])

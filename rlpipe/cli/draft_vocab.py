@@ -1,8 +1,8 @@
-"""`rlpipe draft-vocab MODEL DATA ... --size N`: chooses the tokens that an MTP layer drafts among.
+"""`rlpipe draft-vocab MODEL DATA ... --size N`: chooses the draft vocabulary of an MTP layer.
 
-Counts tokens in rollouts or text, takes the most frequent ones and all special tokens, and writes the table
-of `spec.draft_vocab`. Coverage is measured on text that was not counted: a table chosen from every second
-document is applied to the other documents.
+Counts tokens in rollouts or text, selects the most frequent ones and all special tokens, and writes the table
+for `spec.draft_vocab`. Coverage is measured on text that was not counted: a table from one half of the
+documents is applied to the other half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlpipe.models.checkpoint import DRAFT_VOCAB, read_config, read_json
 
 
 def sampled_tokens(record: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that a model sampled in a line of rollouts; [] for a line without tokens.
+    """Return the tokens in a line of rollouts that the model sampled; [] for a line without tokens.
 
     >>> sampled_tokens({"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
     [6, 7]
@@ -38,10 +38,10 @@ def sampled_tokens(record: Mapping[str, Any]) -> list[int]:
 
 
 def documents(path: Path, model: Path) -> Iterator[list[int]]:
-    """Yield the tokens of each document in a run directory, a file of rollouts (.jsonl), or a text.
+    """Yield the tokens of each document in a run directory, a file of rollouts (.jsonl), or a text file.
 
-    In a text each line is a document. model: directory of the tokenizer. Raises ValueError for any other
-    path.
+    In a text file, each line is a document. model: directory of the tokenizer. Raises ValueError for any
+    other path.
     """
     if path.is_dir() or path.suffix == ".jsonl":
         records = read_rollouts(path) if path.is_dir() else iter(read_jsonl(path)[0])
@@ -61,7 +61,7 @@ def documents(path: Path, model: Path) -> Iterator[list[int]]:
 
 
 def special_tokens(model: Path, vocab: int) -> list[int]:
-    """Return the special tokens of a checkpoint and those that end its text, at most `vocab` - 1."""
+    """Return the ids of a checkpoint's special tokens and end-of-text tokens that are below `vocab`."""
     added = read_json(model / "tokenizer.json", "MODEL").get("added_tokens") or []
     stops = read_json(model / "generation_config.json", "MODEL").get("eos_token_id")
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
@@ -70,9 +70,9 @@ def special_tokens(model: Path, vocab: int) -> list[int]:
 
 
 def choose(model: Path, data: Sequence[Path], size: int) -> tuple[list[int], float]:
-    """Choose a table for a checkpoint; return its tokens and the share of unseen text that it covers.
+    """Choose a draft vocabulary for a checkpoint; return its tokens and its coverage of unseen text.
 
-    Raises ValueError for data without tokens, tokens of another model, or an impossible size.
+    Raises ValueError for data without tokens, for tokens of another model, or for an invalid size.
     """
     vocab = int(read_config(model, "MODEL")["vocab_size"])
     counts = np.zeros((2, vocab), np.int64)
@@ -87,14 +87,14 @@ def choose(model: Path, data: Sequence[Path], size: int) -> tuple[list[int], flo
     if index < 1:
         raise ValueError(f"DATA={[str(path) for path in data]} holds fewer than two documents with tokens.")
 
-    # Both halves judge the table of the other one; the final table is chosen from all.
+    # Measure the table from each half on the other half; choose the final table from all documents.
     special = special_tokens(model, vocab)
     shares = [coverage(counts[1 - i], choose_draft_vocab(counts[i], size, special)) for i in range(2)]
     return choose_draft_vocab(counts.sum(0), size, special), float(np.mean(shares))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write a table and print its coverage; return the exit status."""
+    """Write a draft vocabulary and print its coverage; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="rlpipe draft-vocab",
         description="Choose the tokens that an MTP layer drafts among (spec.draft_vocab).",

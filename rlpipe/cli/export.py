@@ -31,15 +31,15 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, mtp: bool = Tru
     Args:
         run_dir: directory of a run.
         out: directory to create; it must not exist.
-        step: of the checkpoint; None for the newest.
-        mtp: keep the MTP layer. Programs that do not know it in this family may refuse the checkpoint.
+        step: step of the checkpoint; None for the newest.
+        mtp: keep the MTP layer. Programs that do not support the layer may reject the checkpoint.
 
     Returns:
         The checkpoint that was copied.
 
     Raises:
-        ValueError: no such checkpoint, a damaged one, one without Hugging Face files or without the MTP layer
-            that is to be left out, or `out` exists.
+        ValueError: the checkpoint does not exist, is damaged, or has no Hugging Face files; `mtp` is False
+            and it has no MTP layer; or `out` exists.
     """
     checkpoint = checkpoint_of(run_dir, step)
     if out.exists():
@@ -50,7 +50,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, mtp: bool = Tru
     if not mtp and not has_mtp(read_config(checkpoint / "hf")):
         raise ValueError(f"{checkpoint} has no MTP layer to leave out: export it without --without-mtp.")
 
-    # The final rename makes OUT appear complete or not at all.
+    # Copy to another name and then rename, so that OUT is either complete or absent.
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(checkpoint / "hf", partial)
@@ -61,12 +61,12 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, mtp: bool = Tru
 
 
 def _remove_mtp(folder: Path) -> None:
-    """Remove the MTP layers from a Hugging Face directory, and what declares them."""
+    """Remove the MTP layers from a Hugging Face directory, in both weights and config.json."""
     backbone = {name: w for name, w in read_weights(folder).items() if not is_mtp_weight(name)}
     write_checkpoint(folder, backbone, like=folder)
     (folder / DRAFT_VOCAB).unlink(missing_ok=True)
 
-    # Families name the number of layers differently, some of them among the settings of a text model.
+    # The key for the number of layers depends on the family; in some families it is in `text_config`.
     config = json.loads((folder / "config.json").read_text())
     for settings in (config, config.get("text_config") or {}):
         for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
@@ -75,7 +75,7 @@ def _remove_mtp(folder: Path) -> None:
 
 
 def checkpoint_of(run_dir: Path, step: int | None) -> Path:
-    """Return the directory of a complete checkpoint, the newest one by default. Raises ValueError."""
+    """Return the directory of a complete checkpoint. step: None for the newest. Raises ValueError."""
     store = CheckpointStore(run_dir / "checkpoints", keep=1)
     steps = store.steps()
     if not steps:

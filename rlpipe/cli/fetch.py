@@ -1,8 +1,8 @@
 """`rlpipe fetch NAME [--out DIR] [--force]`: obtains a released model for `model.path=NAME`.
 
-`rlpipe fetch ORG/NAME[@REVISION]` downloads a model of the Hugging Face hub into its cache, where
-`model.path=ORG/NAME` then finds it without a network; `--out DIR` copies it to a folder. `rlpipe fetch
-FILE.gguf --out DIR` converts a GGUF file: weights in bfloat16, tokenizer, chat template.
+`rlpipe fetch ORG/NAME[@REVISION]` downloads a model from the Hugging Face hub into the hub's cache, so that
+`model.path=ORG/NAME` needs no network; `--out DIR` also copies the model to a folder. `rlpipe fetch FILE.gguf
+--out DIR` converts a GGUF file: weights in bfloat16, tokenizer, chat template.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fetch(model: str, out: Path | None, *, force: bool) -> str:
-    """Return the value of model.path for the model. Raises ValueError."""
+    """Fetch a model; return the value for `model.path`. Raises ValueError if it fails."""
     from rlpipe.convert.fetch import fetch, staged
     from rlpipe.convert.gguf import convert
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read_prompts(file: Path) -> list[str]:
-    """Return the lines of a file that are not empty. Raises ValueError."""
+    """Return the non-empty lines of a file. Raises ValueError if there are none."""
     prompts = [line for line in file.read_text().splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"--prompts {file} has no line: write a message of a user on each.")

@@ -1,4 +1,4 @@
-"""Explains errors of Hydra in a command line or a YAML file: the setting, its value and a hint."""
+"""Explains Hydra's errors in a command line or a YAML file: names the setting, its value and a hint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
 
 
 def explaining(command: Callable[[], int]) -> int:
-    """Run a Hydra command line; return its exit status, which is 2, with one message, if it is refused."""
-    # Makes Hydra raise its errors instead of printing them.
+    """Run a Hydra command; return its exit status. For a wrong command line, print a message and return 2."""
+    # This makes Hydra raise its errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = settings_first(sys.argv[1:])
     try:
@@ -33,7 +33,7 @@ def explaining(command: Callable[[], int]) -> int:
 
 
 def settings_first(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with its settings in one block before options, as argparse needs it."""
+    """Return the command line with all settings in one block before the options, as argparse requires."""
     options = get_args_parser()._option_string_actions
     first, rest, value = [], [], False
     for word in arguments:
@@ -46,7 +46,7 @@ def settings_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _readable_reward(word: str) -> str:
-    """Escape the colons of functions in `reward={my.py:score: 0.7}`, which Hydra takes for the end of a key.
+    """Escape the colons of functions in `reward={my.py:score: 0.7}`; Hydra would end the key there.
 
     >>> _readable_reward("reward={my.py:score: 0.7, exact_match: 0.3}")
     'reward={my.py\\\\:score: 0.7, exact_match: 0.3}'
@@ -57,13 +57,13 @@ def _readable_reward(word: str) -> str:
 
 
 def refused(error: Exception) -> int:
-    """Print the reason why this command line is refused; return the exit status."""
+    """Print why the command line is wrong; return the exit status."""
     print(f"rlpipe: {explained(error, sys.argv[1:])}", file=sys.stderr)
     return 2
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse arguments that Hydra ignores silently or explains badly. Raises ValueError."""
+    """Raise ValueError for wrong arguments that Hydra would ignore or explain badly."""
     parser = get_args_parser()
     given, unknown = parser.parse_known_args(list(arguments))
 
@@ -94,13 +94,13 @@ def check_arguments(arguments: Sequence[str]) -> None:
             f"give +recipe={name}."
         )
 
-    # Hydra ignores a folder that does not exist.
+    # Hydra would ignore a folder that does not exist.
     if given.config_dir and not Path(given.config_dir).is_dir():
         raise ValueError(
             f"--config-dir {given.config_dir!r} is not a folder: name the one that holds recipe/."
         )
 
-    # Arguments may also name groups of files, such as cluster=inline.
+    # Arguments may also select a file of a config group, such as cluster=inline.
     folders = [shipped("configs"), *([Path(given.config_dir)] if given.config_dir else [])]
     groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
     for word in given.overrides:
@@ -108,7 +108,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def _check_word(word: str, groups: set[str]) -> None:
-    """Refuse a common mistake in one word of the command line. Raises ValueError."""
+    """Raise ValueError for a common mistake in one word of the command line."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+~")
     if name.startswith("hydra"):
@@ -120,12 +120,12 @@ def _check_word(word: str, groups: set[str]) -> None:
     if not equals and not key.startswith("~"):
         raise ValueError(f"{word!r} is neither a setting nor an option: write key=value, without spaces.")
     if not re.fullmatch(r"[\w./@:-]+", name):
-        return  # the error of Hydra's parser is good enough
+        return  # Hydra's own error is clear
 
     if key.startswith("~"):
         raise ValueError(f"{word}: settings cannot be removed. Give {name}=VALUE, or leave it out.")
 
-    # Groups, paths and packages are checked by Hydra; any other name must be a setting.
+    # Hydra checks groups, paths and packages; any other name must be a setting.
     if (
         name not in groups
         and "/" not in name
@@ -136,11 +136,11 @@ def _check_word(word: str, groups: set[str]) -> None:
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
-    """Return one message for an error of Hydra, OmegaConf or YAML; a ValueError keeps its own."""
+    """Return a message for an error of Hydra, OmegaConf or YAML; for a ValueError, its own message."""
     text = str(error.__cause__ or error)
     first = next(line for line in [*text.splitlines(), ""] if not line.startswith("In '")).strip()
 
-    # Errors with a known cause: YAML, a missing file, the grammar, a repeated group, a misplaced file.
+    # Handle known errors: YAML, a missing file, the grammar, a repeated group, a misplaced file.
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return (
             f"{mark.name}:{mark.line + 1}: not YAML at column {mark.column + 1}: {error.problem}. Check the "
@@ -168,14 +168,14 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
             "`# @package _global_` the first line of the file."
         )
 
-    # Errors about a setting, by its name.
+    # Handle errors on a setting, by its name.
     key = _key(error, text)
     word = next((w for w in arguments if w.lstrip("+").startswith(f"{key}=")), "")
     value = word.partition("=")[2]
     if "not in" in first and key and (refusal := unknown_setting(key, value or "...")):
         return f"{_place(error)}{refusal}"
 
-    # Hydra changes keys of a mapping, and adds one only when asked to.
+    # Hydra changes existing keys of a mapping, but adds a new key only with `+`.
     mapping = next(
         (
             name
@@ -206,7 +206,7 @@ def _place(error: Exception) -> str:
 
 
 def _key(error: Exception, text: str) -> str:
-    """Return the dotted name of the setting that an error is about; empty when there is none."""
+    """Return the dotted name of the setting that caused an error; "" if there is none."""
     both = f"{text}\n{error}"
 
     patterns = (

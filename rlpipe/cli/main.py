@@ -1,7 +1,7 @@
 """The command `rlpipe`, and the table of its subcommands.
 
 A subcommand is imported when it is called, so that `rlpipe help` and `rlpipe runs` load no heavy library.
-`python -m rlpipe` is the same command where the script is not on PATH.
+`python -m rlpipe` is the same command, for shells without the script on PATH.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlpipe.config.openmp import wait_passively
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Command:
-    """A subcommand. arguments: text of its usage line. main: called with what follows its name."""
+    """A subcommand. arguments: text of its usage line. main: called with the arguments after its name."""
 
     name: str
     arguments: str
@@ -95,7 +95,7 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def draft_vocab(arguments: Sequence[str]) -> int:
-    """Choose the tokens that an MTP layer drafts among; returns the exit status."""
+    """Choose the draft vocabulary of an MTP layer; returns the exit status."""
     from rlpipe.cli.draft_vocab import main
 
     return main(arguments)
@@ -109,7 +109,7 @@ def fetch(arguments: Sequence[str]) -> int:
 
 
 def graft(arguments: Sequence[str]) -> int:
-    """Give a dense model an MTP layer; returns the exit status."""
+    """Add an MTP layer to a dense model; returns the exit status."""
     from rlpipe.cli.graft import main
 
     return main(arguments)
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return by_name[arguments[0]].main(arguments[1:])
-    # The reader of the output, such as `head`, has closed it; a flush at exit must not fail again.
+    # The reader of the output, such as `head`, has closed the pipe; a flush at exit must not fail again.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -241,7 +241,7 @@ def unknown_command(name: str, known: Sequence[str]) -> str:
     """Return the error message for a first word that is not a subcommand."""
     from rlpipe.config.limits import did_you_mean
 
-    # Settings without a subcommand: most likely `run` is missing.
+    # A setting instead of a subcommand: most likely, `run` is missing.
     if "=" in name:
         return f"{name!r} is a setting, and the command comes first. Did you mean `rlpipe run {name} ...`?"
     return f"unknown command {name!r}.{did_you_mean(name, known)} Choose one of {', '.join(known)}."

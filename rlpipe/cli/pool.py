@@ -23,7 +23,7 @@ from typing import Any
 from rlpipe.actors.pool import ANSWER, POLL_S, folder, write
 from rlpipe.config.paths import resolve
 
-_PATIENCE_S = 30.0  # until a running driver has read a request
+_PATIENCE_S = 30.0  # time limit for a running driver to read a request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"rollout worker {worker['worker']}: {state}, {worker['in_flight']} groups in flight")
         return 0
 
-    # The run reads the request from its folder and answers in another file.
+    # The run reads the request from its folder and writes the answer to another file.
     request: dict[str, Any] = {"do": args.do}
     request |= {"count": args.count} if args.do == "add" else {"worker": args.worker, "grace": args.grace}
     file = place / f"{uuid.uuid4().hex[:8]}.json"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wait(file: Path, run_dir: Path) -> int:
-    """Print the outcome of a request; return the exit status."""
+    """Wait for the answer to a request and print it; return the exit status."""
     answer, requested_at, accepted = file.with_suffix(ANSWER), time.monotonic(), False
     while True:
         outcome = json.loads(answer.read_text()) if answer.exists() else {"state": "unread"}
@@ -64,7 +64,7 @@ def _wait(file: Path, run_dir: Path) -> int:
             print("requested; the run continues meanwhile", flush=True)
             accepted = True
 
-        # The run deletes the folder when it ends; a hanging run never reads the request.
+        # A run deletes the folder when it ends; a run that hangs never reads the request.
         if not file.exists():
             return _fail(f"the run in {run_dir} has ended, or was started again.")
         if not accepted and time.monotonic() - requested_at > _PATIENCE_S:

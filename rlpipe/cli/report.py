@@ -1,7 +1,7 @@
-"""`rlpipe report RUN [RUN...]`: the HTML report of one run, or comparing several. No torch.
+"""`rlpipe report RUN [RUN...]`: writes an HTML report of one run, or a comparison of several. Needs no torch.
 
---png      also write every plot as a picture, in a folder next to the page
---watch    serve the page instead and renew it while the runs continue
+--png      also write every plot as a PNG file, in a folder next to the page
+--watch    serve the page instead, and update it while the runs continue
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace) -> int:
-    """Write the report, and its plots as pictures if requested; return the exit status."""
+    """Write the report, and its plots as PNG files if requested; return the exit status."""
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("compare.html"))
     write_report(options.runs, out)
     print(f"report: {out}")

@@ -1,4 +1,4 @@
-"""`rlpipe run +recipe=NAME [KEY=VALUE ...]`: compose -> typed config -> launch, or a sweep of such runs.
+"""`rlpipe run +recipe=NAME [KEY=VALUE ...]`: compose -> typed config -> launch, for one run or a sweep.
 
 Owns the command line; imports no torch, so that `--help` and `--cfg job` are fast.
 """
@@ -40,7 +40,7 @@ def recipes() -> list[str]:
 
 
 def usage(command: str) -> str:
-    """Return the help for `rlpipe run` or `rlpipe check` without a recipe."""
+    """Return the help that `rlpipe run` or `rlpipe check` prints if no recipe is named."""
     names = "\n".join(f"  rlpipe {command} +recipe={name}" for name in recipes())
     return (
         f"rlpipe {command} needs a recipe. Shipped recipes:\n{names}\n"
@@ -52,9 +52,9 @@ def usage(command: str) -> str:
 def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the settings of a command line, composed and typed but not checked, and their YAML.
 
-    overrides: as after `rlpipe run`; --config-dir is the only option of Hydra that is used.
+    overrides: the arguments after `rlpipe run`; of Hydra's options, only --config-dir is used.
 
-    Raises ValueError with the setting, its value and a hint if they cannot be composed.
+    Raises ValueError with the setting, its value and a hint if the settings cannot be composed.
     """
     try:
         arguments = settings_first(overrides)
@@ -75,32 +75,32 @@ def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
 def check_before(config: Config) -> None:
     """Check everything except the task itself: settings, sizes, memory, files, machine, user code.
 
-    Models of the Hugging Face hub are downloaded; the settings then name their directories.
+    Downloads models from the Hugging Face hub and changes the settings to their directories.
     Raises ValueError with the setting, its value and a hint.
     """
     prepare_models(config)
     check(config)
 
-    # Imported late, so that wrong settings are reported quickly.
+    # Import these late, so that wrong settings are reported quickly.
     from rlpipe.actors.ray_session import set_ray_environment
     from rlpipe.preflight.checkpoint_and_machine import check_sizes, check_surroundings
 
     check_sizes(config)
     check_memory(config)
 
-    # Before the user's code, or verl, imports Ray.
+    # Do this before the user's code or verl imports Ray.
     set_ray_environment(config)
     check_surroundings(config)
 
 
-Work = Callable[[Config, str], int]  # what to do with a checked configuration and its YAML
+Work = Callable[[Config, str], int]  # function of a checked configuration and its YAML
 
 
 def run_composed(resolved: str, work: Work | None = None, composition: DictConfig | None = None) -> int:
     """Check a composed configuration, then launch it or call `work`; return the exit status.
 
-    resolved: its YAML. composition: the same configuration as Hydra typed it, if available, because typing
-    takes time.
+    resolved: the configuration as YAML. composition: the same configuration as typed by Hydra, if available,
+    which saves the time of typing.
     """
     config: Config | None = None
     try:
@@ -122,7 +122,7 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
     except RunStopped as stop:
         print(f"rlpipe: {stop}", file=sys.stderr)
         return 1
-    # An error of the run: print one line, and write the traceback into the run directory.
+    # The run failed: print one line, and write the traceback into the run directory.
     except Exception as error:
         if config is None or os.environ.get("RLPIPE_TRACEBACK"):
             raise
@@ -148,13 +148,13 @@ def _kept(config: Config, error: Exception) -> str:
 
 def compose(arguments: Sequence[str], work: Work | None = None, *, command: str = "run") -> int:
     """Compose a command line, check it, and launch it or call `work`; return the exit status."""
-    # Hydra reads the command line from there.
+    # Hydra reads the command line from sys.argv.
     sys.argv = [sys.argv[0], *arguments]
     sweep, status = Sweep(), 0
 
     @hydra.main(version_base="1.3", config_path=str(shipped("configs")), config_name="config")
     def composed(composition: DictConfig) -> int | None:
-        """Run a composed command line; Hydra calls it once for every job of a sweep."""
+        """Run a composed command line; Hydra calls this function once for every job of a sweep."""
         nonlocal status
         if not composition.recipe:
             print(usage(command))
@@ -178,6 +178,6 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; return the exit status of a sweep, or exit with that of a single run."""
+    """Run a command line. A sweep returns its exit status; a single run exits with its exit status."""
     wait_passively()
     return compose(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""Settings by name, and the setting that is most similar to an unknown name. Imports no torch."""
+"""Lists settings by name, and finds the setting that is most similar to an unknown name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.config.run import Config
 
 
 def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and default of every section and setting, such as "spec" and "spec.gamma"."""
+    """Yield the name and the default of every section and setting, such as "spec" and "spec.gamma"."""
     config = Config() if config is None else config
     for part in fields(config):
         if part.metadata.get("omegaconf_ignore"):
@@ -26,7 +26,7 @@ def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def closest_setting(key: str) -> str:
-    """Return the setting that a name most likely means; empty when none is close.
+    """Return the setting that a name most likely means; "" if none is similar.
 
     >>> closest_setting("steps"), closest_setting("spec.gama")
     ('run.steps', 'spec.gamma')
@@ -38,7 +38,7 @@ def closest_setting(key: str) -> str:
     last_parts = {name: name.rpartition(".")[2] for name in known}
     last = key.rpartition(".")[2]
 
-    # First the right name in another section, then a misspelt full name, then a misspelt last part.
+    # Try a correct name in another section, then a misspelt full name, then a misspelt last part.
     if same := sorted(name for name in known if last_parts[name] == last):
         return same[0]
     if close := get_close_matches(key, list(known), n=1):
@@ -50,14 +50,14 @@ def closest_setting(key: str) -> str:
 
 
 def unknown_setting(key: str, value: str) -> ValueError | None:
-    """Return the error for a dotted key that is not a setting; None for a setting or a key of a mapping."""
+    """Return the error for a dotted key that is not a setting; None if it is a setting or in a mapping."""
     known = dict(settings())
     parts = key.split(".")
     parents = [".".join(parts[:n]) for n in range(1, len(parts))]
     if key in known or any(isinstance(known.get(parent), dict) for parent in parents):
         return None
 
-    # A name of an earlier version has a better answer than the most similar name.
+    # For a name of an earlier version, the new name is a better answer than a similar name.
     if refusal := outdated_setting(key, value):
         return refusal
 
@@ -70,7 +70,7 @@ def unknown_setting(key: str, value: str) -> ValueError | None:
 
 
 def kind_of(key: str) -> str:
-    """Return which kind of values a setting accepts, judged by its default."""
+    """Return the kind of values that a setting accepts, inferred from its default."""
     default = dict(settings()).get(key)
     if is_dataclass(default):
         return f"set its parts, as in {key}.{fields(default)[0].name}=VALUE"

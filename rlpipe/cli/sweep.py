@@ -1,7 +1,7 @@
 """`--multirun`: every combination of the swept settings is a run, in a separate process and directory.
 
-Hydra calls `main` for each job; `run_job` runs it as `rlpipe run` would. A job that fails does not
-end the others. Ctrl-C ends the sweep after the job in progress has left its checkpoint.
+Hydra calls `main` for each job; `run_job` runs the job as `rlpipe run` would. If a job fails, the others
+still run. Ctrl-C ends the sweep after the job in progress has saved its checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPARISON = "compare.html"
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A job that has ended. directory: of its run. settings: "key=value" each. status: exit status."""
+    """A job that has ended. directory: its run directory. settings: "key=value" texts. status: exit code."""
 
     directory: Path
     settings: list[str]
@@ -37,14 +37,14 @@ class Sweep:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self._root: Path | None = None  # run.dir of the first job: its name contains the time
+        self._root: Path | None = None  # run.dir of the first job, whose name contains the time
 
     def run_job(self, composed: DictConfig) -> int:
         """Run a job in a separate process; return its exit status."""
         hydra = HydraConfig.get()
         self._root = self._root or resolve(composed.run.dir)
 
-        # All jobs are below the directory of the first, since run.dir may contain the time.
+        # Put all jobs below the first job's directory, since run.dir may contain the time.
         directory = self._root / str(hydra.job.num)
         composed.run.dir = str(directory)
         settings = list(hydra.overrides.task)
@@ -58,7 +58,7 @@ class Sweep:
         """Print the table of the jobs and write the report that compares them; return the exit status."""
         assert self._root is not None
 
-        # The table names a job by the settings that differ between jobs.
+        # In the table, name a job by the settings that differ between jobs.
         common = set.intersection(*(set(job.settings) for job in self.jobs))
         swept = {
             job.directory: " ".join(word for word in job.settings if word not in common) for job in self.jobs
@@ -78,7 +78,7 @@ class Sweep:
 
 
 def _in_a_process(resolved: str) -> int:
-    """Run a composed configuration as a process; a signal to this one is forwarded and ends the sweep."""
+    """Run a composed configuration in a child process; forward signals to it, and then end the sweep."""
     stopped: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -87,7 +87,7 @@ def _in_a_process(resolved: str) -> int:
 
     code = "import sys; from rlpipe.cli.run import run_composed; sys.exit(run_composed(sys.stdin.read()))"
 
-    # In a separate group, so that Ctrl-C reaches it only once, through `hand_on`.
+    # Use a separate process group, so that Ctrl-C reaches the child only once, through `hand_on`.
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True, process_group=0
     )

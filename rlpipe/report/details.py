@@ -1,4 +1,4 @@
-"""The tables of the report: events, all metrics, settings, and the settings in which runs differ."""
+"""The tables of the report: events, all metrics, all settings, and the settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = {"info": ("·", ""), "warning": ("! warning", "warn"), "fault": ("✗ f
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
-    """Build a table of titles and cells in HTML; `numeric` columns are aligned to the right."""
+    """Build an HTML table from column titles and rows; columns in `numeric` are right-aligned."""
     kind = [' class="num"' if n in numeric else "" for n in range(len(titles))]
 
     head = "".join(f"<th{k}>{t}</th>" for k, t in zip(kind, titles, strict=True))
@@ -28,11 +28,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequenc
 
 
 def events(run: RunData, *, several: bool) -> str:
-    """Build the list of a run's events; several: the page has more than one run."""
+    """Build the list of a run's events. several: whether the page has more than one run."""
     if not run.events:
         return ""
 
-    # Faults first, then warnings, if there are too many; displayed in order of time.
+    # If there are too many events, select faults first, then warnings. Display them in order of time.
     weight = {"fault": 2, "warning": 1}
     listed = sorted(run.events, key=lambda e: (weight.get(e.get("level", "info"), 0), e.get("time", 0)))[
         -MAX_EVENTS:
@@ -57,14 +57,14 @@ def events(run: RunData, *, several: bool) -> str:
     omitted = len(run.events) - len(listed)
     left_out = f", {omitted} of lesser weight left out" if omitted else ""
     title = f"Events{f' of {run.name}' if several else ''} ({len(run.events)}{left_out})"
-    # A run without a single step has failed early: its events are the reason to read the page.
+    # A run without a step has failed early, so open its list of events.
     is_open = " open" if not any("timing_s/step" in r for r in run.records) else ""
     rows_html = table(["after", "", "event", "fields"], rows, numeric=(0,))
     return f"<details{is_open}><summary>{escape(title)}</summary>{rows_html}</details>"
 
 
 def samples(run: RunData) -> str:
-    """Build the table of what the model answered at the first and at the last validation, by held-out set."""
+    """Build the table of the model's answers at the first and the last validation, by held-out set."""
     by_split: dict[str, list[dict[str, Any]]] = {}
     for event in run.events:
         if event.get("kind") == "sample":
@@ -90,7 +90,7 @@ def _sample(event: dict[str, Any]) -> str:
 
 
 def all_metrics(runs: Sequence[RunData]) -> str:
-    """Build the table of every metric: first and last value of one run, or the last ones of several."""
+    """Build the table of all metrics: first and last value for one run, last values for several runs."""
     names = sorted({name for run in runs for name in run.names()})
     rows = []
     for name in names:
@@ -111,13 +111,13 @@ def all_metrics(runs: Sequence[RunData]) -> str:
 def _meaning(name: str) -> tuple[str, str]:
     try:
         metric = declared(name)
-    except ValueError:  # written by another version, or by an extension that is not loaded here
+    except ValueError:  # a metric of another version, or of an extension that is not loaded
         return "", "(not declared in this version)"
     return escape(metric.unit), escape(metric.definition)
 
 
 def settings(run: RunData, *, several: bool) -> str:
-    """Build the text of a run's settings; several: the page has more than one run."""
+    """Build the text of a run's settings. several: whether the page has more than one run."""
     if not run.config_text:
         return ""
 
@@ -126,7 +126,7 @@ def settings(run: RunData, *, several: bool) -> str:
 
 
 def arms(runs: Sequence[RunData]) -> str:
-    """Build the table of arms, a row for all seeds of a configuration; "" where none has several."""
+    """Build the table of configurations, a row for all seeds of each; "" if none has several seeds."""
     from rlpipe.diagnosis.comparison import MEASURES, readings_of
     from rlpipe.diagnosis.seeds import pool_seeds
 
@@ -150,7 +150,7 @@ def arms(runs: Sequence[RunData]) -> str:
 
 
 def differences(runs: Sequence[RunData]) -> str:
-    """Build the table of settings that are not the same in all runs."""
+    """Build the table of settings that differ between runs."""
     from rlpipe.diagnosis.seeds import differing
 
     rows = [

@@ -1,7 +1,7 @@
-"""The parts of all plots: the figure, its sections, and lines in the palette of the page.
+"""The elements that all plots share: the figure, its sections, and lines in the colours of the page.
 
-Owns no metric. Colours are written "$0".."$6" ("$0a" for a faint one, "$text" for the text's): the page and
-the PNGs replace them by the palette of their theme.
+Owns no metric. Colours are written "$0".."$6" ("$0a" for a faint colour, "$text" for the text colour); the
+page and the PNGs replace them by the colours of their theme.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlpipe.metrics.statistics import Z95
 COLOURS = 7
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 ACCEPTANCE, WHY, SPEED = "Acceptance", "Why acceptance moved", "Speed"
-# Of bars that lie: names from top to bottom. A run called "0" would make an axis of numbers otherwise.
+# Axis of horizontal bars, with names from top to bottom. The type is set because a run may be named "0".
 NAMES_AXIS = {"type": "category", "autorange": "reversed", "automargin": True}
 SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 
@@ -25,9 +25,9 @@ SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 class Figure:
     """One plot.
 
-    note: what the reader should look for.
-    wide: the plot takes the full width of the page.
-    section: its heading, one of `SECTIONS`.
+    note: caption that tells the reader what to look for.
+    wide: whether the plot takes the full width of the page.
+    section: heading under which the plot appears, one of `SECTIONS`.
     """
 
     title: str
@@ -39,17 +39,17 @@ class Figure:
 
 
 def smooth(values: Sequence[float], half_life: float = 4.0) -> list[float]:
-    """Return the exponential moving average, started without bias; half_life in steps."""
+    """Return the bias-corrected exponential moving average. half_life: in steps."""
     decay, total, weight, averages = 0.5 ** (1 / half_life), 0.0, 0.0, []
     for value in values:
-        # Dividing by the sum of weights removes the bias towards 0 of the first values.
+        # Dividing by the sum of the weights removes the bias of the first values towards 0.
         total, weight = decay * total + value, decay * weight + 1
         averages.append(total / weight)
     return averages
 
 
 def line(points: tuple[list[int], list[float]], name: str, colour: int, **more: Any) -> dict[str, Any]:
-    """Return a line; points: x and y, more: fields of the trace."""
+    """Return a line as a plotly trace. points: x and y values. more: further fields of the trace."""
     style = {"color": f"${colour % COLOURS}", "width": 2} | more.pop("line", {})
     y = [short(v) for v in points[1]]
     return {"type": "scatter", "mode": "lines", "name": name, "x": points[0], "y": y, "line": style, **more}
@@ -65,7 +65,7 @@ def bars(
     across: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return one series of bars, upright or across, with errors; more: fields of the trace."""
+    """Return a series of bars as a plotly trace. across: horizontal bars. more: further trace fields."""
     ends = [short(value) for value in values]
     x, y, axis = (ends, labels, "x") if across else (labels, ends, "y")
     trace = {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": f"${colour % COLOURS}"}, **more}
@@ -78,7 +78,7 @@ def bars(
 def line_with_errors(
     run: RunData, metric: str, name: str, *, colour: int, **more: Any
 ) -> list[dict[str, Any]]:
-    """Return a metric with 95% intervals from its standard errors, `metric`_se; [] if it was not observed."""
+    """Return traces of a metric with 95% intervals from its standard errors, `metric`_se; [] without data."""
     steps, values = run.series(metric)
     if not steps:
         return []

@@ -1,8 +1,9 @@
 """The plots of the report, as plotly figure dicts.
 
-Owns the choice of plots and their captions. Plots of metrics over steps are declared in plots.toml; those of
-acceptance are in figures_acceptance.py, of adaptation in figures_adapt.py. A page about one run has a colour
-per series, a page about several a colour per run, so that a colour always means one thing on the page.
+Owns the choice of plots and their captions. Plots of metrics over steps are declared in plots.toml; plots of
+acceptance are in figures_acceptance.py, and plots of adaptation in figures_adapt.py. A page about one run has
+a colour per series, and a page about several runs a colour per run, so that a colour always means one thing
+on the page.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from rlpipe.report.figures_acceptance import acceptance_figures
 from rlpipe.report.figures_adapt import adaptation_figures
 from rlpipe.report.figures_breakdown import breakdown_figures
 
-MAX_POINTS = 250  # of a curve
-SMALL = 0.01  # share of the step below which a phase is counted as "other"
+MAX_POINTS = 250  # maximum number of points of a curve
+SMALL = 0.01  # a phase with a smaller share of the step counts as "other"
 STEP_PHASES = (  # (metric, label, colour); they run one after another; the remaining time is "other"
     ("timing_s/wait_rollout", "wait for rollouts", 0),
     ("timing_s/adv", "advantages", 3),
@@ -53,10 +54,10 @@ def window(runs: Sequence[RunData]) -> int:
 
 
 def figures(runs: Sequence[RunData]) -> list[Figure]:
-    """Return every plot that has data; seeds of one configuration are drawn as their mean."""
+    """Return every plot that has data; the seeds of a configuration are plotted as their mean."""
     runs = pool_seeds(runs)
 
-    # Long runs are plotted in windows of steps; analyses of acceptance need every step.
+    # Plot long runs in windows of steps, but analyse acceptance with every step.
     by_step = runs
     if (steps := window(runs)) > 1:
         runs = [run.coarse(steps) for run in runs]
@@ -84,7 +85,7 @@ def _reward(runs: Sequence[RunData]) -> Figure:
                 traces.append(line((steps, values), "train", n, line=faint, hoverinfo="skip"))
             traces.append(line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
 
-            # Several runs have one colour each: solid for held-out rewards, dotted for training.
+            # With several runs, each has one colour: solid for held-out rewards, dotted for training.
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
 
@@ -140,7 +141,7 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         layout["yaxis2"]["domain"] = [0.56, 1]
         layout |= {"height": 460, "yaxis": {"domain": [0, 0.47], "title": {"text": "acceptance rate"}}}
     else:
-        # No tokens were drafted: entropy takes the full height.
+        # Without draft tokens, entropy takes the full height.
         for trace in traces:
             del trace["yaxis"]
         layout = {"yaxis": layout["yaxis2"]}
@@ -149,7 +150,7 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
 
 
 def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
-    """Draw a plot of plots.toml; several runs are compared by its first metric."""
+    """Draw a plot from plots.toml; with several runs, draw only its first metric."""
     title, metrics = plot["title"], plot["metrics"]
     (first, first_label), one = metrics[0], len(runs) == 1
     shown = [(runs[0], *metric) for metric in metrics] if one else [(run, first, run.name) for run in runs]
@@ -166,7 +167,7 @@ def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
 
 
 def _info_plots(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return a plot for each number that environments gave in `info`, as in plots.toml."""
+    """Return a plot, in the format of plots.toml, for each number that environments returned in `info`."""
     names = sorted({name for run in runs for name in run.names()})
     curves: dict[str, list[tuple[str, str]]] = {}
     for metric in names:
@@ -191,7 +192,7 @@ def _timing(runs: Sequence[RunData]) -> Figure:
     remaining = dict(step_seconds)
     traces = []
 
-    # Subtract each phase from the step; the remaining time is drawn as "other".
+    # Subtract each phase from the step; the remaining time is "other".
     for name, label, colour in STEP_PHASES:
         phase = dict(zip(*run.series(name), strict=True))
         if not steps or sum(phase.values()) < SMALL * sum(step_seconds.values()):
@@ -220,7 +221,7 @@ def _area(points: tuple[list[int], list[float]], name: str, colour: int) -> dict
 
 
 def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
-    """Plot the mean seconds of each phase, a bar for each run."""
+    """Plot the mean seconds of each phase of a step, with a bar for each run."""
     names = ("timing_s/step", *(name for name, _, _ in STEP_PHASES))
     means = [{name: _mean(run.series(name)[1]) for name in names} for run in runs]
     labels = [run.name for run in runs]
@@ -254,7 +255,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def reward_line(run: RunData, name: str, label: str, *, colour: int) -> list[dict[str, Any]]:
-    """Draw the curve of one held-out reward, each reading with its interval."""
+    """Draw the curve of a held-out reward, with the interval of each value."""
     traces = line_with_errors(run, name, label, colour=colour)
     for trace in traces:
         intervals = reward_intervals(run, name)

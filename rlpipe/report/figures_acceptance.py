@@ -1,7 +1,7 @@
-"""The plots of acceptance: by depth, against entropy, and why it moved (Bebop Fig. 2, 8 and 3).
+"""The plots of acceptance: by depth, against entropy, and the causes of its change (Bebop Fig. 2, 8 and 3).
 
-Owns these figures; `diagnosis` computes the split and the fit. numpy is imported only if a run has
-draft tokens.
+Owns these figures; `diagnosis` splits the change into its causes and fits the lines. numpy is imported only
+if a run has draft tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ PARTS = (
     ("staleness", "staleness", 0),
     ("contexts", "other contexts", 3),
 )
-DOTS = 250  # of a run in a scatter plot
+DOTS = 250  # maximum number of dots of a run in a scatter plot
 RATE, LENGTH, ENTROPY = "spec/acceptance_rate", "spec/acceptance_length", "rollout/entropy"
 
 
 def acceptance_figures(runs: Sequence[RunData], by_step: Sequence[RunData]) -> list[Figure]:
     """Return the plots of acceptance that have data.
 
-    runs: as plotted, in windows of steps if they are long. by_step: the same runs with a record per step.
+    runs: the runs to plot; long runs are averaged in windows of steps. by_step: the same runs with a record
+    per step.
     """
     drafted = [run for run in by_step if len(run.series(RATE)[0]) > 1]
     if not drafted:
@@ -73,7 +74,7 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
         if len(steps) < 3:
             continue
 
-        # Thin the dots of a long run; the fit below uses every step.
+        # Draw only some dots of a long run; the fit below uses every step.
         label = run.name if len(runs) > 1 else "step"
         stride = ceil(len(steps) / DOTS)
         dots = {"color": f"${n % COLOURS}", "size": 5, "opacity": 0.45}
@@ -86,7 +87,7 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
 
         try:
             slope = robust_slope(entropy, length, trend=False)
-        except ValueError:  # the entropy does not vary: there is no line to draw
+        except ValueError:  # no line, because the entropy is constant
             continue
 
         at_zero = median(length - slope.value * entropy)
@@ -112,7 +113,7 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
 
 
 def _accepted(runs: Sequence[RunData]) -> Figure:
-    """Draw the number of draft tokens that a verify step accepts, over the full run."""
+    """Draw the distribution of the number of draft tokens that a verify step accepts, over the full run."""
     traces = []
     for n, run in enumerate(runs):
         counts: dict[float, float] = {}
@@ -122,7 +123,7 @@ def _accepted(runs: Sequence[RunData]) -> Figure:
                 for accepted, count in enumerate(histogram["counts"]):
                     counts[accepted] = counts.get(accepted, 0.0) + count
 
-        # Shares, because runs differ in the number of their verify steps.
+        # Plot shares, because the runs have different numbers of verify steps.
         if total := sum(counts.values()):
             traces.append(
                 bars(run.name, n, list(counts), values=[count / total for count in counts.values()])
@@ -142,7 +143,10 @@ def _accepted(runs: Sequence[RunData]) -> Figure:
 
 
 def _why(runs: Sequence[RunData]) -> list[Figure]:
-    """Draw Fig. 3, the change since the early phase. One run: over time and by depth; several: at the end."""
+    """Draw Fig. 3, the change of acceptance since the early phase of the run.
+
+    For one run, over time and by depth; for several runs, at the end of each.
+    """
     from rlpipe.diagnosis.acceptance_split import OVERALL, of_run
 
     splits = {run.name: of_run(run) for run in runs}
@@ -160,7 +164,7 @@ def _why(runs: Sequence[RunData]) -> list[Figure]:
 
 
 def _over_time(run: RunData, splits: AcceptanceSplit) -> Figure:
-    """Draw the change of the overall rate and its parts at every step, as the run emitted them."""
+    """Draw the change of the overall rate and its parts at every step, as recorded by the run."""
     steps = run.series(RATE)[0]
     stride = ceil(len(steps) / DOTS)
     shown = [split for step in steps[::-stride][::-1] if (split := splits.at(0, step))]
@@ -186,7 +190,7 @@ def _over_time(run: RunData, splits: AcceptanceSplit) -> Figure:
 
 
 def _parts(rows: dict[str, Split], title: str) -> Figure:
-    """Draw horizontal bars with intervals, a group per row; a part that a row lacks is left out there."""
+    """Draw horizontal bars with intervals, a group per row; omit parts that a row does not have."""
     traces = []
     for name, label, colour in PARTS:
         having = {row: split.parts[name] for row, split in rows.items() if name in split.parts}
@@ -207,7 +211,7 @@ def _parts(rows: dict[str, Split], title: str) -> Figure:
 
 
 def _bars(parts: Sequence[Interval], labels: list[str], name: str, *, colour: int) -> dict[str, Any]:
-    """Draw one part of every row, with its interval, which need not be symmetric."""
+    """Draw the bars of one part, with intervals that may be asymmetric."""
     trace = bars(
         name, colour, labels, values=[p.value for p in parts], errors=[0.0] * len(parts), across=True
     )
@@ -217,7 +221,7 @@ def _bars(parts: Sequence[Interval], labels: list[str], name: str, *, colour: in
 
 
 def _bar_layout(rows: int, parts: int) -> dict[str, Any]:
-    """Return the layout of grouped bars: 18 pixels high each, 10 between rows."""
+    """Return the layout of grouped bars: each is 18 pixels high, with 10 pixels between rows."""
     return {
         "barmode": "group",
         "hovermode": "closest",

@@ -1,7 +1,7 @@
 """The plots of an adaptation: acceptance on its held-out sets, and its prediction by teacher forcing.
 
-Owns these figures. One run: a colour per held-out set, a dash per verification rule. Several: a colour per
-run, a dash per held-out set under the first rule.
+Owns these figures. One run has a colour per held-out set and a dash style per verification rule. Several runs
+have a colour per run and a dash style per held-out set, and only the first rule is plotted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
                     run, f"{prefix}/expected/tokens_per_step", label, colour=colour, line=style
                 )
 
-                # Where expectations are computed, generation after the last step is a point on the line.
+                # If the expected acceptance was computed, draw its line, and the observed value as a point.
                 traces += expected or line_with_errors(
                     run, f"{prefix}/acceptance_length", label, colour=colour, line=style
                 )
@@ -79,7 +79,7 @@ def _prediction(runs: Sequence[RunData]) -> Figure:
                     style = {"mode": "lines+markers", "line": {"dash": dash}}
                     traces.append(line(points, f"{label}, {what}", colour, **style))
 
-    # An observed value with no prediction to compare it with is not worth a figure.
+    # Without a prediction to compare with, omit the figure.
     if not any(trace["name"].endswith("predicted") for trace in traces):
         traces = []
 

@@ -13,7 +13,7 @@ from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import ACCEPTANCE, Figure, bars
 
-MAX_FILES = 80  # of a run's rollouts, spread evenly over it
+MAX_FILES = 80  # maximum number of rollout files to read, spread evenly over the run
 MAX_BINS = 16
 CUTS = (
     ("kind", "by kind of token", "Commands and code are easier to foresee than prose.", "kind of token"),
@@ -35,7 +35,7 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
         for n, run in enumerate(runs):
             cuts = [cut for cut in acceptance_by(drafts[run.name], key) if cut.label][:MAX_BINS]
             if len(cuts) > 1:
-                # A single bin would repeat the overall rate.
+                # Skip a breakdown with a single bin, which would only repeat the overall rate.
                 hover = [f"{cut.verified} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
 
                 labels, rates = [cut.label for cut in cuts], [cut.rate for cut in cuts]

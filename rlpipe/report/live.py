@@ -1,9 +1,9 @@
-"""The live page: `rlpipe report RUN --watch` serves the report and renews it while a run continues.
+"""The live page: `rlpipe report RUN --watch` serves the report and updates it while a run continues.
 
-Owns a small HTTP server on this machine; the page polls it every two seconds. The content is rebuilt when the
-files of the runs have changed, once for all readers.
+Owns a small HTTP server on this machine; the page polls it every two seconds. If the files of the runs have
+changed, the content is rebuilt once for all readers.
 
-    GET /        the page          GET /stamp   changes with the files
+    GET /        the page          GET /stamp   digest of the state of the files
     GET /news    {"body", "data", "trajectories"} of the newest state
 """
 
@@ -35,7 +35,7 @@ class Live:
         self._content: Content | None = None
 
     def stamp(self) -> str:
-        """Return a digest of the files' sizes and times; it changes when a file does."""
+        """Return a digest of the sizes and times of the files; it changes if a file changes."""
         files = [directory / name for directory in self._dirs for name in WATCHED]
         states = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
         return hashlib.blake2b(repr(states).encode(), digest_size=8).hexdigest()
@@ -43,7 +43,7 @@ class Live:
     def content(self) -> Content:
         """Return the content, rebuilt if the stamp changed.
 
-        Raises ValueError when a directory is not a run directory.
+        Raises ValueError if a directory is not a run directory.
         """
         with self._lock:
             stamp = self.stamp()
@@ -59,21 +59,21 @@ class Live:
 
 
 def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
-    """Return a server that is not running yet; port 0 takes a free one.
+    """Return a server that is not running yet. port: 0 selects a free port.
 
-    It answers only requests to addresses and names of this machine. Under DNS rebinding, a page that reaches
-    this address under a foreign host name is refused.
-    Raises ValueError when a directory is not a run directory, OSError when the port is in use.
+    The server rejects requests whose host name is not one of this machine, because a foreign page could send
+    them by DNS rebinding. Raises ValueError if a directory is not a run directory, and OSError if the port is
+    in use.
     """
     names = {name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn())}
 
-    # Fail now rather than at the first request.
+    # Read the runs now, so that an error occurs here rather than at the first request.
     live = Live(run_dirs)
     live.content()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # Under DNS rebinding, a foreign page reaches this server under another host name.
+            # By DNS rebinding, a foreign page can send requests to this server under another host name.
             if not is_allowed_host(self.headers.get("Host", ""), names):
                 self.send_error(421, "Misdirected Request")
                 return
@@ -98,7 +98,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Log no requests."""
+            """Do not log requests."""
 
     server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True
@@ -106,7 +106,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
 
 
 def is_allowed_host(host: str, names: Collection[str]) -> bool:
-    """Return whether a Host header names this machine: by name, or by an address, which cannot be rebound.
+    """Return whether a Host header has a name of this machine or an IP address, which DNS cannot rebind.
 
     >>> hosts = ("LOCALHOST:80", "[::1]:80", "10.0.0.7", "evil.org", "")
     >>> [is_allowed_host(host, {"localhost"}) for host in hosts]

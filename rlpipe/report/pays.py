@@ -1,9 +1,9 @@
-"""Does drafting pay here? Compares the acceptance that a machine's step times require with a run's.
+"""Does drafting pay? Compares the acceptance needed for a speed-up on this machine with the run's acceptance.
 
-Let c be the time of a step with gamma drafts divided by that of a step without. Drafting is faster if the
-tokens per verify step exceed c. Step times: `spec/step_seconds/...`, measured when the engine started. Tokens
-per step:
-from the acceptance by depth of the run's last steps, 1 + a_1 + a_1 a_2 + ...
+Let c be the time of a step with gamma drafts divided by the time of a step without drafts. Drafting is faster
+if the number of tokens per verify step exceeds c. The step times are `spec/step_seconds/...`, measured when
+the engine started. The number of tokens per step is 1 + a_1 + a_1 a_2 + ..., where a_k is the acceptance at
+depth k in the run's last steps.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from rlpipe.report.details import table
 from rlpipe.spec.gamma import break_even_acceptance
 
 COST = re.compile(r"spec/step_seconds/batch_(\d+)/gamma_(\d+)")
-LAST_STEPS = 20  # whose acceptance is averaged
-EVEN = 0.02  # a gain or loss of less is called even
+LAST_STEPS = 20  # number of last steps over which acceptance is averaged
+EVEN = 0.02  # a smaller gain or loss is reported as even
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Pay:
-    """Whether gamma drafts pay at a batch.
+    """Whether drafting gamma tokens pays at a batch size.
 
-    cost: of a step, relative to one without drafts. needed: acceptance, equal at every depth, at which
-    drafting breaks even; None if it is slower even when all drafts are accepted. tokens: per verify step, at
-    the run's acceptance. measured: the acceptance, equal at every depth, that gives this number of tokens.
+    cost: time of a step relative to a step without drafts. needed: acceptance, equal at every depth, at which
+    drafting breaks even; None if drafting is slower even when all drafts are accepted. tokens: tokens per
+    verify step at the run's acceptance. measured: acceptance, equal at every depth, that gives this number of
+    tokens.
     """
 
     batch: int
@@ -39,23 +40,23 @@ class Pay:
 
     @property
     def gain(self) -> float:
-        """Speed relative to decoding without drafts."""
+        """Return the speed relative to decoding without drafts."""
         return self.tokens / self.cost
 
     @property
     def outcome(self) -> str:
-        """Name the outcome."""
+        """Return the outcome as a word."""
         if abs(self.gain - 1) < EVEN:
             return "even"
         return "pays" if self.gain > 1 else "does not pay"
 
 
 def pays(costs: Mapping[tuple[int, int], float], rates: list[float]) -> list[Pay]:
-    """Compare step times with acceptance, for every batch and every gamma whose depths were drafted.
+    """Compare step times with acceptance, for every batch size and every gamma up to the number of rates.
 
     Args:
-        costs: seconds of a step by (batch, gamma), with gamma 0 for every batch.
-        rates: acceptance at depth 1, 2, ..., given that the depth before was accepted.
+        costs: seconds of a step by (batch size, gamma), including gamma 0 for every batch size.
+        rates: acceptance at depth 1, 2, ..., given that the previous depth was accepted.
 
     >>> [row] = pays({(1, 0): 10.0, (1, 1): 12.0}, [0.5])
     >>> row.needed, row.gain, row.outcome
@@ -86,7 +87,7 @@ def pays(costs: Mapping[tuple[int, int], float], rates: list[float]) -> list[Pay
 
 
 def run_pays(run: RunData) -> list[Pay]:
-    """Return the rows of a run; [] where it has no step times or no drafts."""
+    """Return the comparisons for a run; [] if it has no step times or no drafts."""
     costs = {}
     for name in run.names():
         if (match := COST.fullmatch(name)) and (values := run.series(name)[1]):
@@ -100,7 +101,7 @@ def run_pays(run: RunData) -> list[Pay]:
 
 
 def pays_table(run: RunData) -> str:
-    """Return the table as HTML; empty where nothing was measured."""
+    """Return the comparisons for a run as an HTML table; "" if there are none."""
     rows = run_pays(run)
     if not rows:
         return ""

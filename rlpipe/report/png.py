@@ -1,7 +1,7 @@
 """The plots of the report as PNG files, for slides and papers: the same figures, drawn by matplotlib.
 
-Owns the drawing of the figure dicts (lines, markers, stacked areas, horizontal bars, error bars, two panels
-on one x axis), in the light palette; figures.py owns their content.
+Draws the figure dicts (lines, markers, stacked areas, horizontal bars, error bars, two panels on one x axis)
+in the light theme; figures.py owns their content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXT = "#1c1f23"
 def write_pngs(runs: Sequence[RunData], directory: Path) -> list[Path]:
     """Write one file per plot of the report, named after the plot: `acceptance-acceptance-by-depth.png`.
 
-    Raises ValueError when matplotlib is not installed.
+    Raises ValueError if matplotlib is not installed.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -46,7 +46,7 @@ def write_pngs(runs: Sequence[RunData], directory: Path) -> list[Path]:
 
 
 def _draw(figure: Figure, path: Path) -> None:
-    """Draw a figure of the report by matplotlib, and save it."""
+    """Draw a figure of the report with matplotlib, and save it."""
     from matplotlib.figure import Figure as Canvas
 
     height = figure.layout.get("height", 290) / 80
@@ -68,14 +68,14 @@ def _draw(figure: Figure, path: Path) -> None:
     if bars:
         _bars(bottom, bars, figure.layout)
 
-    # Stacked areas are drawn in one call, because each begins at the top of the one before.
+    # Draw stacked areas in one call, because each begins at the top of the previous one.
     stacked = [trace for trace in figure.traces if trace.get("stackgroup")]
     if stacked:
         colours = [_colour(trace["fillcolor"]) for trace in stacked]
         labels = [trace["name"] for trace in stacked]
         bottom.stackplot(stacked[0]["x"], [t["y"] for t in stacked], labels=labels, colors=colours, lw=0)
 
-    # All remaining traces are lines or dots.
+    # The remaining traces are lines or dots.
     for trace in figure.traces:
         if trace not in bars and trace not in stacked:
             _line(panels[trace.get("yaxis", "y")], trace)
@@ -145,7 +145,7 @@ def _bars(panel: Axes, bars: Sequence[dict[str, Any]], layout: dict[str, Any]) -
 
 
 def _ends(error: dict[str, Any]) -> Any:
-    """Return the error bars for matplotlib: [n], or [below, above] where they are not symmetric."""
+    """Return the lengths of error bars for matplotlib: [n], or [below, above] if they are asymmetric."""
     return [error["arrayminus"], error["array"]] if "arrayminus" in error else error.get("array")
 
 
@@ -164,7 +164,7 @@ def _limits(panel: Axes, layout: dict[str, Any], axis: str) -> None:
 
 
 def _colour(name: str) -> str:
-    """Return the colour that the page's palette has for "$3", "$3a" (faint) or "$text"."""
+    """Return the colour of the page's theme for "$3", "$3a" (faint) or "$text"."""
     if not name.startswith("$"):
         return name
     if name == "$text":

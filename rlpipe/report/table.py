@@ -11,7 +11,7 @@ _COLUMNS = ("run", "recipe", "state", "step", "reward", "held out", "acceptance"
 
 
 def runs_table(directories: Sequence[Path], settings: Mapping[Path, str] | None = None) -> str:
-    """Format one line per run directory. settings: those in which they differ, displayed last."""
+    """Format one line per run directory. settings: text of the settings that differ, for the last column."""
     rows = [_row(path, (settings or {}).get(path, "")) for path in directories]
     table = [row[: None if settings else -1] for row in [_COLUMNS, *rows]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -22,14 +22,14 @@ def runs_table(directories: Sequence[Path], settings: Mapping[Path, str] | None 
 
 
 def run_directories(root: Path) -> list[Path]:
-    """Return the run directories at or below `root`, those with the newest records last."""
+    """Return the run directories at or below `root`, ordered by the time of their newest record."""
     runs = [path.parent for path in root.rglob("config.yaml") if (path.parent / "events.jsonl").exists()]
     return sorted(runs, key=lambda path: (path / "events.jsonl").stat().st_mtime)
 
 
 def _row(path: Path, settings: str) -> tuple[str, ...]:
-    """Return the cells of a run."""
-    # A run that waits for its turn in a sweep has no files yet.
+    """Return the table cells of a run."""
+    # A run of a sweep that has not started yet has no files.
     begun = (path / "config.yaml").exists()
     run = load_run(path) if begun else RunData(path=path, name=path.name)
     reward, held_out, acceptance = (

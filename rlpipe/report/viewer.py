@@ -1,15 +1,15 @@
 """The trajectories of the report's viewer: their selection, and the rows that the page displays.
 
-Reads rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl if a run recorded
-no tokens; the page colours the tokens. Flow: files spread evenly over the run -> rows -> the page.
+Reads rollouts/step_N.jsonl (docs/run_directory.md) up to a limit, or trajectories.jsonl if a run recorded no
+tokens; the page colours the tokens. Flow: files spread evenly over the run -> rows -> the page.
 
-A row: {run, step, instance_id, group, reward, siblings, status, turns}. The last turn may be the verifier's:
-the details of the grading in `info`. Where a record has no rewards of siblings, they are the other rows of
-its group.
+A row is {run, step, instance_id, group, reward, siblings, status, turns}. The last turn may be by the
+verifier: it has the details of the grading in `info`. `siblings` are the rewards of the group's other
+attempts; if the record has none, the rewards of the group's other rows are used.
 
-A turn: {role, text}, or, where the model wrote it and tokens were recorded, {role, tokens, e, p, a, v}:
-texts, entropies and -logprobs in 1/100 nat, depth of acceptance (0: sampled by the target; absent without
-drafts), [[version, tokens], ...].
+A turn is {role, text}. If the model wrote it and tokens were recorded, a turn is {role, tokens, e, p, a, v}:
+token texts; entropies and -logprobs in 1/100 nat; depth of acceptance (0: sampled by the target; absent
+without drafts); [[version, tokens], ...].
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.runs import RunData
 
-MAX_TRAJECTORY_BYTES = 14_000_000  # of JSON in the page, all runs together, before compression
-MAX_READ_BYTES = 100_000_000  # of rollout files, per run
+MAX_TRAJECTORY_BYTES = 14_000_000  # maximum JSON of all runs in the page, before compression
+MAX_READ_BYTES = 100_000_000  # maximum to read from the rollout files of a run
 MAX_TURN_CHARS = 6_000
 MAX_TURN_TOKENS = 4_000
 SHOWN_ELSEWHERE = ("turns", "token_texts", "exit_reason", "tamper", "retries", "sandbox_seconds", "submitted")
@@ -37,7 +37,7 @@ def shown_trajectories(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         name = run.name if len(runs) > 1 else ""
         rows = [_row(t, name) for t in _recorded(run) if isinstance(t.get("turns"), list) and t["turns"]]
 
-        # Every run gets the same share of the budget.
+        # Every run gets the same share of MAX_TRAJECTORY_BYTES.
         stride = max(1.0, sum(map(_size, rows)) / (MAX_TRAJECTORY_BYTES / len(runs)))
         shown += [rows[int(n * stride)] for n in range(int(len(rows) / stride))]
 
@@ -57,7 +57,7 @@ def _recorded(run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
-    """Return what the page's script reads of a trajectory."""
+    """Return the row of a trajectory for the page's script; see the module docstring."""
     reward = trajectory.get("reward")
     row = {
         "run": run,
@@ -69,7 +69,7 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         ],
     }
 
-    # Optional fields are left out of the row where they are empty.
+    # Omit optional fields that are empty.
     if trajectory.get("status", "complete") != "complete":
         row["status"] = str(trajectory["status"])
     if reason := (trajectory.get("info") or {}).get("exit_reason"):
@@ -91,7 +91,7 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
 
 
 def _turns(turn: dict[str, Any], trajectory: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the turns of a record, which is {role, text, span} or the pair {action, observation}."""
+    """Yield the turns of a record: one for {role, text, span}, two for {action, observation}."""
     if "action" in turn:
         yield {"role": "assistant", "text": _cut(str(turn["action"]))}
         if turn.get("observation"):
@@ -103,7 +103,7 @@ def _turns(turn: dict[str, Any], trajectory: dict[str, Any]) -> Iterator[dict[st
 
 
 def _tokens(trajectory: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Return the sampled tokens of a turn with the data of each; keys as in the module docstring."""
+    """Return the sampled tokens of a turn with the values of each token; keys as in the module docstring."""
     end = min(end, begin + MAX_TURN_TOKENS)
     versions = [v for v, count in trajectory["policy_versions"] for _ in range(count)][begin:end]
 
@@ -130,14 +130,14 @@ def _size(row: dict[str, Any]) -> int:
 
 
 def viewer_html(trajectories: Sequence[dict[str, Any]]) -> str:
-    """Return the empty viewer, which the page's script fills; "" without trajectories."""
+    """Return the HTML of an empty viewer, which the page's script fills; "" without trajectories."""
     if not trajectories:
         return ""
 
     runs = list(dict.fromkeys(t["run"] for t in trajectories))
     steps = sorted({t["step"] for t in trajectories if isinstance(t["step"], int)})
 
-    # Offer only the colours whose data was recorded.
+    # Offer only colourings whose data was recorded.
     colours = [("", "no colour")]
     turns = [turn for t in trajectories for turn in t["turns"] if "tokens" in turn]
     if any("a" in turn for turn in turns):

@@ -1,11 +1,12 @@
-"""`rlpipe workspace RUN [RUN...]`: a W&B workspace and report: reward, acceptance, entropy.
+"""`rlpipe workspace RUN [RUN...]`: creates a W&B workspace and report on reward, acceptance and entropy.
 
-Owns the choice of panels (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the schema belongs to
-wandb-workspaces, the login to sinks.py. It works offline: `make_spec` reads run directories, `write_spec`
-validates the spec by building W&B's objects from it and writes JSON, and `apply` creates both on the server
-after a login. On a machine with the login but without the runs, `--spec FILE` sends a spec written earlier.
+Owns the choice of panels (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the package
+wandb-workspaces owns the schema, and sinks.py the login. Making a spec works offline: `make_spec` reads run
+directories, and `write_spec` validates the spec by building W&B's objects from it and writes JSON. After a
+login, `apply` creates workspace and report on the server. On a machine with a login but without the runs,
+`--spec FILE` sends a spec that was written earlier.
 
-Fig. 3 is `acceptance_split/*`, which every run logs once its early phase is over.
+The data of Fig. 3 is `acceptance_split/*`, which every run logs after its early phase.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ PHASES = tuple(name for name, _, _ in STEP_PHASES)
 
 
 def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -> dict[str, Any]:
-    """Return the workspace and the report to create, as JSON.
+    """Return the spec of the workspace and the report, as JSON data.
 
-    entity: "" is filled in before sending. project: "" takes the project of the runs. Returns
+    entity: if "", it is filled in before sending. project: if "", the project of the runs. Returns
     {"title", "entity", "project", "runs": [{"name", "id"}], "sections": [{"name", "runs", "panels"}]}; a
-    panel is {"figure", "title", "x", "y"} with optional "points" or "area". A section's "runs" are
-    the ids that it displays, [] for all.
+    panel is {"figure", "title", "x", "y"} with optional "points" or "area". A section's "runs" are the ids of
+    the runs that it displays, or [] for all.
 
-    Raises ValueError when the runs were logged to different projects.
+    Raises ValueError if the runs were logged to different projects.
     """
     projects = {(run.settings.get("metrics") or {}).get("wandb_project", "rlpipe") for run in runs}
     if not project and len(projects) > 1:
@@ -99,7 +100,7 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
 
 
 def _split_panels(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
-    """Yield title and metrics of the panels on the split: the change with its parts, overall and by depth."""
+    """Yield (title, metrics) of the panels that split the change of acceptance, overall and by depth."""
     observed = {name for run in runs for name in run.names() if name.startswith("acceptance_split/total")}
     depths = sorted(int(name.rpartition("_")[2]) for name in observed if re.search(r"/depth_\d+$", name))
     seen = {name for run in runs for name in run.names()}
@@ -109,25 +110,25 @@ def _split_panels(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 
 def run_id(run: RunData) -> str:
-    """Return the id of the run on W&B; "" when it was not logged there."""
+    """Return the id of the run on W&B; "" if it was not logged there."""
     file = run.path / "wandb" / "run_id"
     return file.read_text().strip() if file.is_file() else ""
 
 
 def write_spec(spec: dict[str, Any], path: Path) -> None:
-    """Write the spec. Raises ValueError when it does not match the schema of wandb-workspaces."""
+    """Write the spec as JSON. Raises ValueError if it does not match the schema of wandb-workspaces."""
     build(spec)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(spec, indent=2) + "\n")
 
 
 def export_spec(run_dir: Path, path: Path) -> None:
-    """Write the spec of one run as it ends; not checked against the schema, which takes wandb-workspaces."""
+    """Write the spec of a run at its end, without a check that would need wandb-workspaces."""
     path.write_text(json.dumps(make_spec(load_runs([run_dir])), indent=2) + "\n")
 
 
 def apply(spec: dict[str, Any]) -> list[str]:
-    """Create the workspace and the report on the server; needs a login. Returns their addresses."""
+    """Create the workspace and the report on the server; needs a login. Returns their URLs."""
     workspace, report = build(spec)
     workspace.save()
     report.save()
@@ -137,7 +138,7 @@ def apply(spec: dict[str, Any]) -> list[str]:
 def build(spec: dict[str, Any]) -> tuple[Any, Any]:
     """Build W&B's Workspace and Report from a spec, without saving them.
 
-    Raises ValueError when wandb-workspaces is missing or the spec does not match its schema (pydantic's
+    Raises ValueError if wandb-workspaces is missing or the spec does not match its schema (pydantic's
     ValidationError is a ValueError).
     """
     try:
@@ -148,7 +149,7 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
 
     entity, project = spec["entity"], spec["project"]
 
-    # The workspace shows every run; sections about single runs belong to the report only.
+    # The workspace shows every run, so it omits sections about a single run; only the report has them.
     workspace = workspaces.Workspace(
         entity=entity,
         project=project,
@@ -164,7 +165,7 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
         ],
     )
 
-    # Each section of the report has a filter, so that one can be about a single run.
+    # Each section of the report has a filter of runs, so that a section can be about a single run.
     blocks: list[Any] = [reports.TableOfContents()]
     for section in spec["sections"]:
         filters = f"ID in {json.dumps(section['runs'])}" if section["runs"] else ""
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace) -> int:
-    """Write or read a specification, and create it at W&B if logged in; return the exit status."""
+    """Write or read a spec; if logged in, create it on W&B. Return the exit status."""
     if bool(options.runs) == bool(options.spec):
         raise ValueError("name run directories to make a spec of, or --spec FILE to send one.")
 
@@ -229,7 +230,7 @@ def _make(options: argparse.Namespace) -> int:
         write_spec(spec, out)
         print(f"spec: {out}")
 
-    # The spec is useful without a login: it can be sent later, from another machine.
+    # Without a login the spec is still useful: it can be sent later from another machine.
     if options.offline or not logged_in():
         print(
             "not sent: after `wandb login` and `wandb sync` of the runs, "
@@ -241,11 +242,11 @@ def _make(options: argparse.Namespace) -> int:
 
 
 def _send(spec: dict[str, Any], out: Path) -> int:
-    """Create the workspace and the report of a spec; after a failure, print how to send it again."""
+    """Create the workspace and the report on W&B; after a failure, print how to send the spec again."""
     try:
         spec["entity"] = spec["entity"] or default_entity()
         addresses = apply(spec)
-    except Exception as error:  # what wandb, its HTTP client and the server raise has no common class
+    except Exception as error:  # errors of wandb, its HTTP client and the server have no common class
         print(
             f"rlpipe workspace: W&B did not take it ({type(error).__name__}: {str(error)[:300]}). "
             f"Try again: rlpipe workspace --spec {out}",

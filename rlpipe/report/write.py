@@ -1,10 +1,10 @@
-"""The report: one self-contained HTML page about one run, or comparing several.
+"""The report: one self-contained HTML page that describes one run or compares several.
 
-Owns the summary and the tables; the plots are in figures.py, the trajectories in viewer.py, the look in
-page.html, page.css and page.js. Flow: directories -> RunData -> cards, figures, tables
--> page. Everything is inline, the heavy parts (plotly, trajectories) gzipped, and the content policy forbids
-every request, so the file can be mailed, archived and opened offline. A live page is the exception: live.js
-polls the server that delivered it. A run without steps gets a page too, with its events and a notice.
+Owns the summary and the tables; the plots are in figures.py, the trajectories in viewer.py, and the layout in
+page.html, page.css and page.js. Flow: directories -> RunData -> cards, figures, tables -> page. Everything is
+inline, the large parts (plotly, trajectories) are gzipped, and the content security policy forbids every
+request, so the file can be mailed, archived and opened offline. In a live page, live.js may poll the server
+that delivered the page. A run without steps also gets a page, with its events and a notice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.pays import pays_table
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
-WINDOW = 10  # number of steps that a card takes as the start or the end of a run
+WINDOW = 10  # number of steps that count as the start or the end of a run in a card
 OUTCOMES = {
     "done": ("finished", "good"),
     "stopped": ("stopped", "warn"),
@@ -46,7 +46,7 @@ OUTCOMES = {
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     """Write the page about the runs in `run_dirs` to `out`, replacing it atomically.
 
-    Raises ValueError when `run_dirs` is empty or one of them is not a run directory.
+    Raises ValueError if `run_dirs` is empty or one of them is not a run directory.
     """
     if not run_dirs:
         raise ValueError("no run directory given. Name at least one: rlpipe report RUN [RUN...]")
@@ -54,7 +54,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     runs = load_runs(run_dirs)
     content = make_content(runs)
 
-    # A reader that reloads the page never sees an incomplete file.
+    # Replace the file atomically, so that no reader sees an incomplete page.
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
@@ -64,7 +64,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Content:
-    """The content of a page. body: HTML. figures, trajectories: data of the scripts."""
+    """The content of a page. body: HTML. figures, trajectories: data for the page's scripts."""
 
     title: str
     body: str
@@ -77,7 +77,7 @@ class Content:
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
-    """Read run directories; those of a sweep are named by their settings, and every name is unique."""
+    """Read run directories; name the runs of a sweep by their settings, and make every name unique."""
     runs = [load_run(path) for path in run_dirs]
     name_by_settings(runs)
     _make_names_unique(runs)
@@ -86,7 +86,7 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 def make_content(runs: Sequence[RunData]) -> Content:
     """Build the body, the figures and the trajectories of the page about the runs."""
-    from rlpipe.diagnosis.comparison import compare_runs  # these need numpy, nothing before did
+    from rlpipe.diagnosis.comparison import compare_runs  # needs numpy, which nothing above needs
     from rlpipe.diagnosis.summary import summarize
 
     shown, trajectories = figures(runs), shown_trajectories(runs)
@@ -118,7 +118,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
 
 
 def page(content: Content, *, live: bool = False) -> str:
-    """Return the page as HTML; live: it polls its server for changes, otherwise it sends no request."""
+    """Return the page as HTML. live: the page polls its server for changes; otherwise it sends no request."""
     from plotly.offline import get_plotlyjs
 
     return Template(_file("page.html")).substitute(
@@ -134,7 +134,7 @@ def page(content: Content, *, live: bool = False) -> str:
 
 
 def _file(name: str) -> str:
-    """Read a file of the page's markup, style or script; none of them depends on a metric."""
+    """Read a file with the page's markup, style or script."""
     return Path(__file__).with_name(name).read_text("utf-8")
 
 
@@ -181,7 +181,7 @@ def _speculation(run: RunData) -> str:
 
 
 def _notices(run: RunData) -> str:
-    """Return notices about a run that failed, did not end or recorded little."""
+    """Return notices about a run that failed, did not end or has few records."""
     notes = []
     if not any("timing_s/step" in record for record in run.records):
         what = "Validation was recorded, but no" if run.records else "No"
@@ -198,7 +198,7 @@ def _notices(run: RunData) -> str:
             f"{run.steps}{planned}. The same command continues from its newest checkpoint."
         )
 
-    # An alarm may be raised many times: one entry each, with its first steps.
+    # An alarm may be raised many times: list it once, with its first steps.
     steps_by_alarm: dict[str, list[Any]] = {}
     for event in run.events:
         if event.get("kind") == "alarm":
@@ -220,13 +220,13 @@ def _notices(run: RunData) -> str:
 
 
 def _summary(run: RunData) -> list[tuple[str, str, str]]:
-    """Return (label, big text as HTML, small text) of every card."""
+    """Return (label, large text as HTML, small text) of every card."""
     primary = primary_split(run).replace("_", " ")
     rewards = {PRIMARY: f"Validation: {primary}" if primary else "Validation reward"}
     for split in splits(run):
         rewards[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
 
-    # Acceptance lengths come with a standard error.
+    # Acceptance lengths have standard errors.
     measured = {}
     for domain, (mode, *_) in held_out(run).items():
         held_out_set = f"{domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
@@ -262,7 +262,7 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _reward_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
-    """Return the card of a held-out reward: its first and last value, with the intervals of the plot."""
+    """Return the card of a held-out reward: its first and last value, with the same intervals as the plot."""
     intervals = reward_intervals(run, name)
     if not intervals:
         return None
@@ -281,7 +281,7 @@ def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] 
     if not values:
         return None
 
-    # A single reading has no change to display.
+    # With a single value, there is no change to display.
     errors = dict(zip(*run.series(f"{name}_se"), strict=True))
     ends = [(steps[0], values[0]), (steps[-1], values[-1])] if len(values) > 1 else [(steps[0], values[0])]
 
@@ -293,7 +293,7 @@ def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] 
 
 
 def _gauge_card(run: RunData, name: str, label: str, *, spec: str, unit: str) -> tuple[str, str, str] | None:
-    """Return the card of a gauge: medians of the first and the last values. spec: format of the number."""
+    """Return the card of a gauge: medians of its first and last values. spec: format of the numbers."""
     values = run.series(name)[1]
     if not values:
         return None
@@ -318,12 +318,12 @@ def _cards(run: RunData) -> str:
 
 def _comparison(runs: Sequence[RunData]) -> str:
     """Return the table that compares runs, and the settings in which they differ."""
-    # The colour of a run is that of its arm.
+    # Runs with the same configuration have the same colour.
     colours = {id(run): n for n, arm in enumerate(pool_seeds(runs)) for run in arm.seeds or [arm]}
     summaries = [{label: (big, small) for label, big, small in _summary(run)} for run in runs]
     labels = list(dict.fromkeys(label for summary in summaries for label in summary))
 
-    # A small text that is the same in every run moves to the column's title.
+    # If a small text is the same in every run, put it into the column's title.
     small_texts = {label: {s[label][1] for s in summaries if label in s} for label in labels}
     shared = {label: next(iter(texts)) for label, texts in small_texts.items() if len(texts) == 1}
     titles = [
@@ -344,7 +344,7 @@ def _comparison(runs: Sequence[RunData]) -> str:
 
 
 def _plots(shown: Sequence[Figure], steps: int) -> str:
-    """Return the boxes of the plots, section by section; the page's script fills them."""
+    """Return empty boxes for the plots of each section; the page's script fills them."""
     parts = []
     if steps > 1:
         parts.append(f'<p class="note">A point is the mean of {steps} steps.</p>')
@@ -362,7 +362,7 @@ def _plots(shown: Sequence[Figure], steps: int) -> str:
 
 
 def navigation(shown: Sequence[Figure], *, trajectories: bool) -> str:
-    """Build the links to the parts of the page; trajectories: the page has a viewer."""
+    """Build the links to the parts of the page. trajectories: whether the page has a viewer."""
     parts = [section for section in SECTIONS if any(f.section == section for f in shown)]
     parts += [*(["Trajectories"] if trajectories else []), "Details"]
     links = "".join(f'<a href="#{_anchor(part)}">{escape(part)}</a>' for part in ("Top", *parts))
@@ -374,13 +374,13 @@ def _anchor(title: str) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """Prefix names that occur twice with the parent directory, and append a number if still needed."""
+    """Add the parent directory to names that occur twice; if they are still equal, append a number."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
             run.name = f"{run.path.resolve().parent.name}/{run.name}"
 
-    # The parent directories may be the same, too.
+    # The parent directories may also be equal.
     seen: dict[str, int] = {}
     for run in runs:
         seen[run.name] = seen.get(run.name, 0) + 1
