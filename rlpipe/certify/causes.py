@@ -1,8 +1,8 @@
-"""Names the fault that explains the failed lines, so that one fault has one name.
+"""Names the faults that explain the failed lines of a certificate, so that one fault is reported once.
 
-A fault breaks the line that tests it, and often others: with top-p left on, later tokens deviate too. Each
-cause lists the lines it explains; a failed line that no cause explains is named by itself. Order matters:
-later causes take into account the causes found before them.
+A fault makes the line that tests it fail, and often other lines too: if the server applies top-p, later
+tokens also deviate. Each cause lists the lines that it explains; a failed line that no cause explains is
+reported as its own cause. The order matters: later causes take earlier ones into account.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlpipe.certify.statistics import Draws
 
 @dataclass(slots=True, kw_only=True)
 class Cause:
-    """A named fault. explains: names of lines. hint: what to change."""
+    """A named fault. explains: names of the lines that it explains. hint: what to change."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ _Failed = dict[str, Line]
 
 
 def _argmax(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """Every first token is the likeliest: nothing is sampled."""
+    """Return a cause if every first token is the likeliest one, that is, the server does not sample."""
     samples = judge.evidence.at(1.0)
     best = judge.evidence.first.probs(1.0).argmax(1)
     if FIRST not in failed and TAIL not in failed:
@@ -68,7 +68,10 @@ def _argmax(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
 
 
 def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """No token is beyond some share of its row, or beyond some rank, where many are expected."""
+    """Return a cause if the server cuts the distribution (top-p or top-k).
+
+    Then no sampled token is beyond some cumulative probability or rank, although many are expected there.
+    """
     if TAIL not in failed or TAIL in explained:
         return None
     first, samples = judge.evidence.first, judge.evidence.at(1.0)
@@ -82,7 +85,7 @@ def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | No
     if (token < 0).any():
         return None
 
-    # The cut is where the samples end: what is beyond it was expected, and within it nothing is wrong.
+    # The cut is at the last sampled token. Tokens beyond it were expected; frequencies within it are right.
     rank = rank_of[row, token]
     by_rank, by_share = int(rank.max()) + 1, float(before[row, rank].max())
     beyond = {"top-k": np.arange(probs.shape[1]) >= by_rank, "top-p": before > by_share}
@@ -104,13 +107,13 @@ def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | No
 
 
 def _temperature(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """First tokens have another temperature than was requested."""
+    """Return a cause if first tokens have a temperature other than the requested one."""
     if TEMPERATURE not in failed or TEMPERATURE in explained:
         return None
     requested = judge.evidence.temperature
     at_one, at = judge.temperatures[1.0], judge.temperatures[requested]
     if FIRST in failed and at_one.contains(1.0):
-        return None  # not the temperature: the distribution itself is another
+        return None  # the distribution is wrong, not only the temperature
 
     if at.contains(requested**2):
         how = "it is applied twice"
@@ -128,7 +131,7 @@ def _temperature(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | 
 
 
 def _distribution(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """First tokens follow another distribution, for no reason known here."""
+    """Return a cause if first tokens have a wrong distribution that no other cause explains."""
     names = [name for name in (FIRST, TAIL, TEMPERATURE) if name in failed and name not in explained]
     if not names:
         return None
@@ -141,7 +144,7 @@ def _distribution(judge: Judge, failed: _Failed, explained: set[str]) -> Cause |
 
 
 def _drafts(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """First tokens are right and later ones are not: what verifies drafts is wrong."""
+    """Return a cause if first tokens are right and later ones wrong: the verification of drafts is wrong."""
     if LATER not in failed or LATER in explained:
         return None
     features, numbers = judge.evidence.features, failed[LATER].numbers
@@ -160,7 +163,7 @@ def _drafts(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
 
 
 def _stale(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """Tokens are right, and another number of drafts is accepted than of the checkpoint's draft."""
+    """Return a cause if tokens are right, but acceptance differs from that of the checkpoint's draft."""
     if ACCEPTANCE not in failed or ACCEPTANCE in explained:
         return None
     numbers = failed[ACCEPTANCE].numbers
@@ -177,7 +180,7 @@ def _stale(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
 
 
 def _logprobs(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """Log-probabilities are not those of the sampled distribution."""
+    """Return a cause if the reported log-probabilities are not those of the sampled distribution."""
     if LOGPROBS not in failed or LOGPROBS in explained:
         return None
     before = failed[LOGPROBS].numbers["before_temperature"]
@@ -194,7 +197,7 @@ def _logprobs(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | Non
 
 
 def _greedy(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """Tokens at temperature 0 are not the likeliest."""
+    """Return a cause if tokens at temperature 0 are not the likeliest ones."""
     if GREEDY not in failed or GREEDY in explained:
         return None
     return Cause(

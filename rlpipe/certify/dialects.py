@@ -1,13 +1,13 @@
-"""The API of a server: SGLang's `/generate`, OpenAI's completions or its chat, and the features it has.
+"""The API of a server (SGLang's `/generate`, OpenAI's completions or chat) and the features that it supports.
 
-A feature counts if its effect shows in an answer, since servers ignore unknown fields:
+Servers ignore unknown fields, so a feature counts only if its effect is visible in an answer:
 
 | feature  | field                                                | without it                        |
-| ids in   | input_ids; a list of ids as `prompt`                 | text is sent, and tokenised there |
-| ids out  | output_ids; token_ids; tokens as "token_id:N"        | texts of first tokens are judged  |
-| logprobs | output_token_logprobs; token_logprobs; content       | log-probabilities are not judged  |
+| ids in   | input_ids; a list of ids as `prompt`                 | the server tokenises text         |
+| ids out  | output_ids; token_ids; tokens as "token_id:N"        | texts of first tokens are tested  |
+| logprobs | output_token_logprobs; token_logprobs; content       | log-probabilities are not tested  |
 | copies   | `n`                                                  | one request for each sample       |
-| drafts   | meta_info.spec_*                                     | acceptance is not judged          |
+| drafts   | meta_info.spec_*                                     | acceptance is not tested          |
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rlpipe.rollout.sglang.answers import spec_counts
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 
-AT_ONCE = 32  # requests in flight
-_COPIES = 32  # samples of one request
+AT_ONCE = 32  # maximum number of requests in flight
+_COPIES = 32  # maximum number of samples of one request
 
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
-    """A prompt. text: as sent to servers that take text. ids: what the model reads, of transformers."""
+    """A prompt. text: for servers that accept only text. ids: its tokens, from the checkpoint's tokenizer."""
 
     text: str
     ids: list[int]
@@ -37,8 +37,9 @@ class Prompt:
 class Answer:
     """One sampled continuation.
 
-    ids: tokens; None where the server returns text only. logprobs: of each token, as reported.
-    accepted, verify_steps: drafts that were accepted, in how many steps; 0 steps where none is reported.
+    ids: tokens; None if the server returns only text. logprobs: reported log-probability of each token.
+    accepted: number of accepted drafts. verify_steps: number of verify steps; 0 if the server does not report
+    drafts.
     """
 
     text: str = ""
@@ -50,9 +51,10 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Features:
-    """What a server offers. gamma: drafts of a step; mode: how they are verified, if the server reports it.
+    """The features of a server.
 
-    dtype: of its weights as it reports it, "auto" if it chooses by the checkpoint, "" without a report.
+    gamma: draft tokens per verify step. mode: verification rule, if the server reports it. dtype: reported
+    type of the weights; "auto" if the server chooses it from the checkpoint, "" if it does not report it.
     """
 
     dialect: str
@@ -67,7 +69,7 @@ class Features:
     dtype: str = ""
 
     def missing(self) -> list[str]:
-        """Return what it lacks, as text."""
+        """Return texts that name the missing features."""
         words = {
             "ids_in": "takes no token ids",
             "ids_out": "returns no token ids",
@@ -78,7 +80,7 @@ class Features:
 
 
 class Dialect(Protocol):
-    """A way to request samples: a path, a body, and how the answers are read."""
+    """A format of requests for samples: path, body, and parser of the answers."""
 
     @property
     def path(self) -> str:
@@ -86,28 +88,28 @@ class Dialect(Protocol):
         ...
 
     def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
-        """Return the request for `count` samples."""
+        """Return the body of a request for `count` samples."""
         ...
 
     def read(self, answer: Any) -> list[Answer]:
-        """Return the samples of an answer."""
+        """Return the samples in an answer."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Generate:
-    """SGLang's own `/generate`."""
+    """SGLang's native API, `/generate`."""
 
     features: Features
     path: str = "/generate"
 
     def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
-        """Return the request; the samples of one request are independent."""
+        """Return the body of a request; the samples of one request are independent."""
         sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True, "n": count}
         return {"input_ids": prompt.ids, "sampling_params": sampling, "return_logprob": True}
 
     def read(self, answer: Any) -> list[Answer]:
-        """Return the samples, with the drafts that were accepted."""
+        """Return the samples in an answer, with their numbers of accepted drafts."""
         answers = []
         for one in answer if isinstance(answer, list) else [answer]:
             meta = one["meta_info"]
@@ -126,7 +128,7 @@ class Generate:
 
 
 def _packed_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
-    """Read log-probabilities as rlpipe's plugin packs them."""
+    """Return the log-probabilities that rlpipe's SGLang plugin packs into an answer, or None."""
     if "rlpipe" not in meta:
         return None
     from rlpipe.rollout.sglang.answers import read_column
@@ -136,9 +138,10 @@ def _packed_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
 
 @dataclass(slots=True, kw_only=True)
 class OpenAI:
-    """OpenAI's `/v1/completions`, or `/v1/chat/completions`, as vLLM, SGLang and transformers speak them.
+    """OpenAI's `/v1/completions` or `/v1/chat/completions`, as implemented by vLLM, SGLang and transformers.
 
-    model: name in requests. requested: features that requests contain. extra: fields of every request.
+    model: name of the model in requests. requested: features to request. extra: further fields of every
+    request.
     """
 
     model: str
@@ -152,7 +155,7 @@ class OpenAI:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, prompt: Prompt, *, count: int, temperature: float, tokens: int) -> dict[str, Any]:
-        """Return the request, with the fields of the features that are requested."""
+        """Return the body of a request, with the fields of the requested features."""
         body: dict[str, Any] = {"model": self.model, "temperature": temperature, "max_tokens": tokens}
         if self.chat:
             body["messages"] = [{"role": "user", "content": prompt.text}]
@@ -170,7 +173,7 @@ class OpenAI:
         return {**body, **self.extra}
 
     def read(self, answer: Any) -> list[Answer]:
-        """Return the samples; ids and logprobs where the choices have them."""
+        """Return the samples in an answer, with ids and logprobs if the choices have them."""
         return [self._read_choice(choice) for choice in answer["choices"]]
 
     def _read_choice(self, choice: Mapping[str, Any]) -> Answer:
@@ -184,7 +187,7 @@ class OpenAI:
             text = choice.get("text") or ""
             tokens, logprobs = listed.get("tokens") or [], listed.get("token_logprobs") or []
 
-        # vLLM returns ids in a field; older versions write them as texts of tokens.
+        # vLLM returns ids in a field; older versions write them into the token texts.
         ids = choice.get("token_ids")
         numbered = [str(token).removeprefix("token_id:") for token in tokens]
         if ids is None and tokens and all(str(t).startswith("token_id:") for t in tokens):
@@ -193,7 +196,7 @@ class OpenAI:
 
 
 class Server:
-    """A server that answers. Used from one event loop; `open` finds out what it speaks."""
+    """Client of a running server, for use in one event loop; `open` detects dialect and features."""
 
     def __init__(self, client: SglangClient, dialect: Dialect, features: Features) -> None:
         self._client, self._dialect, self.features = client, dialect, features
@@ -203,17 +206,17 @@ class Server:
     async def open(
         cls, url: str, probe: Prompt, *, key: str = "", name: str = "", extra: Mapping[str, Any] | None = None
     ) -> Server:
-        """Connect and find out which dialect and features there are.
+        """Connect to a server and detect its dialect and features.
 
         Args:
-            url: of the server, with or without `/v1`.
-            probe: a prompt to try requests with.
+            url: address of the server, with or without `/v1`.
+            probe: prompt for test requests.
             key: API key; empty: none.
-            name: of the model in requests; empty: the first that `/v1/models` lists.
-            extra: fields that every OpenAI request carries.
+            name: name of the model in requests; empty: the first model in `/v1/models`.
+            extra: further fields of every OpenAI request.
 
         Raises:
-            ValueError: nothing answers there, or nothing that can be judged.
+            ValueError: no server answers, or its answers cannot be tested.
         """
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
@@ -258,10 +261,10 @@ class Server:
     async def _openai(
         cls, client: SglangClient, url: str, probe: Prompt, *, name: str, extra: Mapping[str, Any]
     ) -> Server:
-        """Return a server of OpenAI's dialect, with the features that its answers show."""
+        """Return a server that uses OpenAI's dialect, with the features that are visible in its answers."""
         model = name or await _first_model(client)
 
-        # Completions come first: they take ids, or a text without a chat template.
+        # Try completions first: they accept ids, or a text without a chat template.
         for chat in (False, True):
             dialect = OpenAI(model=model, chat=chat, extra=extra)
             refusal = await _try(client, dialect, probe)
@@ -272,11 +275,11 @@ class Server:
                 f"{url} answers neither /generate nor /v1/completions nor /v1/chat/completions: {refusal}"
             )
 
-        # A server may ignore a field, so a feature counts only if an answer shows its effect.
+        # A server may ignore a field, so a feature counts only if its effect is visible in an answer.
         features = Features(dialect="OpenAI chat" if chat else "OpenAI completions", ids_in=chat)
         requested: set[str] = set()
         for feature in ("ignore_eos", "ids_in", "logprobs", "ids_out"):
-            if feature == "ids_in" and chat:  # the template's ids are the reference's
+            if feature == "ids_in" and chat:  # the ids of the rendered chat template are known
                 continue
             tried = OpenAI(model=model, chat=chat, requested=frozenset({*requested, feature}), extra=extra)
             answers = await _try(client, tried, probe)
@@ -284,7 +287,7 @@ class Server:
                 requested.add(feature)
                 setattr(features, feature, True)
 
-        # Older vLLM returns ids as texts of tokens only.
+        # Older versions of vLLM return ids only as token texts.
         dialect = OpenAI(model=model, chat=chat, requested=frozenset(requested), extra=extra)
         if features.logprobs and not features.ids_out:
             older = {**extra, "return_tokens_as_token_ids": True}
@@ -293,7 +296,7 @@ class Server:
             if not isinstance(answers, str) and _shows("ids_out", answers):
                 features.ids_out, dialect = True, tried
 
-        # Whether one request returns several samples (`n`).
+        # Test whether one request can return several samples (`n`).
         answers = await _try(client, dialect, probe, count=2)
         features.copies = not isinstance(answers, str) and len(answers) == 2
         return cls(client, dialect, features)
@@ -301,8 +304,8 @@ class Server:
     async def sample(
         self, prompt: Prompt, *, count: int, temperature: float, tokens: int, copies: int = _COPIES
     ) -> list[Answer]:
-        """Return `count` independent samples. Raises ServerError, ServerUnreachable."""
-        # vLLM refuses several samples of a greedy answer.
+        """Return `count` independent samples. Raises ServerError or ServerUnreachable."""
+        # vLLM rejects a request for several greedy samples.
         size = copies if self.features.copies and temperature else 1
         sizes = [size] * (count // size) + [count % size] * (count % size > 0)
         capacity = asyncio.Semaphore(max(1, AT_ONCE // size) if size > 1 else AT_ONCE)
@@ -312,7 +315,7 @@ class Server:
                 self.requests += 1
                 body = self._dialect.body(prompt, count=some, temperature=temperature, tokens=tokens)
 
-                # Losing an answer does not depend on its tokens, so sampling anew keeps the distribution.
+                # Whether an answer is lost does not depend on its tokens, so a retry keeps the distribution.
                 answers = self._dialect.read(await self._client.read(self._dialect.path, body))
                 if len(answers) != some:
                     raise ServerError(f"{self._dialect.path} gave {len(answers)} of {some} samples.")
@@ -321,14 +324,14 @@ class Server:
         return [answer for answers in await asyncio.gather(*map(sample, sizes)) for answer in answers]
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         await self._client.close()
 
 
 async def _try(
     client: SglangClient, dialect: OpenAI, probe: Prompt, count: int = 1
 ) -> Sequence[Answer] | str:
-    """Return the answers of two tokens, or the text of the refusal."""
+    """Request answers of two tokens; return them, or the error message of the server."""
     try:
         body = dialect.body(probe, count=count, temperature=1.0, tokens=2)
         return dialect.read(await client.post(dialect.path, body))
@@ -339,12 +342,12 @@ async def _try(
 
 
 def _shows(feature: str, answers: Sequence[Answer]) -> bool:
-    """Return whether answers have the feature that was requested."""
+    """Return whether the requested feature is visible in the answers."""
     if feature == "logprobs":
         return all(answer.logprobs for answer in answers)
     if feature == "ids_out":
         return all(answer.ids for answer in answers)
-    return bool(answers)  # that it was not refused is all that is seen
+    return bool(answers)  # visible only in that the server accepted the request
 
 
 async def _first_model(client: SglangClient) -> str:
@@ -357,9 +360,9 @@ async def _first_model(client: SglangClient) -> str:
 
 
 def served_dtype(reported: str, stored: str) -> str:
-    """Return the number format in which a server holds a checkpoint that is stored in `stored`.
+    """Return the dtype of a server's weights. reported: the server's dtype. stored: the checkpoint's dtype.
 
-    SGLang's "auto" turns float32 into float16 (sglang/srt/configs/model_config.py).
+    SGLang's "auto" converts float32 to float16 (sglang/srt/configs/model_config.py).
 
     >>> served_dtype("auto", "float32"), served_dtype("auto", "bfloat16"), served_dtype("", "float32")
     ('float16', 'bfloat16', 'float32')
@@ -370,7 +373,7 @@ def served_dtype(reported: str, stored: str) -> str:
 
 
 def _mode(info: Mapping[str, Any]) -> str:
-    """Return the `spec.mode` of a server's flags; "tree" where it drafts trees."""
+    """Return the `spec.mode` that corresponds to a server's flags; "tree" if it drafts trees."""
     if int(info.get("speculative_eagle_topk") or 1) > 1:
         return "tree"
     if info.get("speculative_use_block_verification"):

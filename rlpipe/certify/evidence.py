@@ -1,4 +1,4 @@
-"""Samples of a server with the reference at each of them: the input of a certificate's lines."""
+"""Samples of a server together with the reference for each: the input of a certificate's lines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlpipe.certify.dialects import Answer, Features
 from rlpipe.certify.reference import FirstRows, Rows
 from rlpipe.certify.statistics import Draws
 
-HEAD = 0.9  # share of a row's probability that its likeliest tokens have: the others are its tail
+HEAD = 0.9  # cumulative probability of a row's likeliest tokens, its head; the others are its tail
 _MAX_HEAD = 63
-_BANDS = (0.95, 0.99, 0.999)  # further borders within the tail
+_BANDS = (0.95, 0.99, 0.999)  # further boundaries in the tail
 
 
 @dataclass(slots=True, kw_only=True)
 class Samples:
     """Samples of one prompt at one temperature.
 
-    tokens: [n, T], padded with 0; lengths: [n]. logprobs: as tokens, NaN where none was reported.
-    first: [n], class of each first token, -1 where the answer's text is that of no token.
-    rows: the reference along tokens; None where only texts are known.
+    tokens: [n, T], padded with 0. lengths: [n]. logprobs: [n, T], NaN if not reported.
+    first: [n], class of each first token; -1 if no token has the answer's text.
+    rows: the reference for the tokens; None if only texts are known.
     """
 
     prompt: int
@@ -36,7 +36,7 @@ class Samples:
 
 @dataclass(slots=True, kw_only=True)
 class GreedyText:
-    """A greedy answer in text only. equal: whether argmax may give it. seen: the text."""
+    """A greedy answer as text only. equal: whether greedy decoding can give this text. seen: the text."""
 
     equal: bool
     seen: str
@@ -46,9 +46,10 @@ class GreedyText:
 class Evidence:
     """All observations of a server.
 
-    first: rows of first tokens. samples: at temperature 1 and at `temperature`, by prompt. greedy: at 0.
-    accepted, own_accepted: by prompt, [n, 2] accepted drafts and verify steps of the server and of the
-    checkpoint's own draft; why_not_accepted: why these are missing.
+    first: reference rows of first tokens. samples: samples by prompt, at temperature 1 and at `temperature`.
+    greedy: samples at temperature 0. accepted: for each prompt, [n, 2] accepted drafts and verify steps of
+    the server. own_accepted: the same for the checkpoint's own draft. why_not_accepted: reason if both are
+    missing.
     """
 
     features: Features
@@ -67,7 +68,7 @@ class Evidence:
 
 
 def pack(prompt: int, temperature: float, answers: Sequence[Answer], first: np.ndarray) -> Samples:
-    """Return answers as arrays. first: class of each first token."""
+    """Convert answers to arrays. first: class of each first token."""
     ids = [answer.ids or [] for answer in answers]
     lengths = np.array([len(one) for one in ids])
     tokens = np.zeros((len(ids), max(1, lengths.max(initial=0))), np.int64)
@@ -87,24 +88,24 @@ def pack(prompt: int, temperature: float, answers: Sequence[Answer], first: np.n
 
 
 def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Draws]:
-    """Split first tokens into two independent tests: which of a row's likely tokens, and how unlikely.
+    """Split first tokens into two independent tests: one within the head of each row, one of the tail.
 
-    Conditional on how many samples fall into the head of a row (its likeliest tokens), their division among
-    the head's tokens is multinomial. So the first test stays exact where the server cuts the tail of the
-    distribution.
+    The head of a row is its likeliest tokens. Given the number of samples in the head, their counts per token
+    are multinomial. The first test is therefore exact even if the server cuts the tail of the distribution.
+    The second test counts samples in bands of the tail.
     """
     temperature = samples[0].temperature
     row = np.concatenate([np.full(len(one.first), one.prompt) for one in samples])
     token = np.concatenate([one.first for one in samples])
     exact, rounded = first.probs(temperature), first.probs(temperature, rounded=True)
 
-    # The rank of each token in its row; a text that no token has goes after all others.
+    # Rank of each token in its row; a text that no token has is ranked last.
     order = np.argsort(-exact, axis=1, kind="stable")
     rank_of = np.argsort(order, axis=1)
     rank = np.where(token >= 0, rank_of[row, np.maximum(token, 0)], exact.shape[1] - 1)
     ranked, ranked_rounded = (np.take_along_axis(probs, order, 1) for probs in (exact, rounded))
 
-    # The head of a row: its likeliest tokens up to a share of the probability, at most _MAX_HEAD.
+    # The head of a row is its likeliest tokens up to the cumulative probability HEAD, at most _MAX_HEAD.
     before = ranked.cumsum(1) - ranked
     head = np.minimum((before < HEAD).sum(1), _MAX_HEAD)
     width = int(head.max())
@@ -119,7 +120,7 @@ def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Dr
         cell=rank[likely],
     )
 
-    # Band 0 is the head, the others are by the probability of all tokens that are likelier.
+    # Band 0 is the head; the cumulative probability of the likelier tokens determines the other bands.
     band = 1 + np.searchsorted(_BANDS, before.ravel(), side="right").reshape(before.shape)
     band[np.arange(exact.shape[1]) < head[:, None]] = 0
     banded = [
@@ -131,13 +132,13 @@ def split_first(first: FirstRows, samples: Sequence[Samples]) -> tuple[Draws, Dr
 
 
 def later_draws(samples: Sequence[Samples]) -> list[Draws]:
-    """Return the draws of each position after the first: rows are the prefixes that occurred."""
+    """Return the draws of each position after the first; a row is a prefix that occurred."""
     length = max((one.tokens.shape[1] for one in samples), default=1)
     return [draws_at(samples, position) for position in range(1, length)]
 
 
 def draws_at(samples: Sequence[Samples], position: int) -> Draws:
-    """Return the draws of one position, 0-based: its rows are the prefixes that occurred before it."""
+    """Return the draws of one position (0-based); a row is a prefix that occurred before it."""
     all_probs, rounded, rows, cells, count = [], [], [], [], 0
     for one in samples:
         assert one.rows is not None
@@ -145,7 +146,7 @@ def draws_at(samples: Sequence[Samples], position: int) -> Draws:
         if not len(here):
             continue
 
-        # Equal prefixes have one row.
+        # Equal prefixes share one row.
         _, first, inverse = np.unique(
             one.tokens[here, :position], axis=0, return_index=True, return_inverse=True
         )

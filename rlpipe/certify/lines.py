@@ -1,8 +1,9 @@
-"""The lines of a certificate: one question each, answered by an exact test, a tolerance, or not at all.
+"""The lines of a certificate: each answers one question by an exact test or a tolerance, if it can be tested.
 
-Statistical lines share the family's alpha equally (Bonferroni over all lines that any server can have), so a
-correct server fails any of them with probability at most alpha. Lines that compare numbers are not subject to
-chance: their tolerance is the rounding error of the server's number format, which the reference measures.
+Statistical lines share the certificate's alpha equally (Bonferroni over all lines that any server can have),
+so a correct server fails at least one of them with probability at most alpha. Lines that compare numbers do
+not depend on chance: their tolerance is the rounding error of the server's dtype, which the reference
+measures.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ STATISTICAL = (FIRST, TAIL, LATER, TEMPERATURE, ACCEPTANCE)
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """A line. passed: None if it was not judged; `seen` has the reason.
+    """A line of a certificate. passed: None if it was not tested; `seen` has the reason.
 
-    p: of a statistical line, which fails below `alpha`. power: the smallest fault that it sees. numbers: by
-    name, for other programs.
+    p: p-value of a statistical line, which fails if p is below `alpha`. power: text on the smallest fault
+    that the line detects. numbers: values by name, for other programs.
     """
 
     name: str
@@ -42,20 +43,20 @@ class Line:
 
     @property
     def failed(self) -> bool:
-        """Return whether it was judged and does not hold."""
+        """Return whether the line was tested and failed."""
         return self.passed is False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its fields."""
+        """Return the fields as a dict."""
         return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)
 class Judge:
-    """Judges evidence. alpha: false-alarm rate of all lines together. seed: of simulations.
+    """Tests the evidence. alpha: false-alarm rate of all lines together. seed: seed of the simulations.
 
-    with_power: whether the power of lines is simulated too, which takes longer than the tests themselves.
-    temperatures: estimates at 1 and at the second temperature, once judged.
+    with_power: also simulate the power of each line, which takes longer than the tests.
+    temperatures: estimates at temperature 1 and at the second temperature, set when that line is tested.
     """
 
     evidence: Evidence
@@ -85,14 +86,14 @@ class Judge:
         return np.random.default_rng((self.seed, number))
 
     def _simulations(self, tests: int = 1) -> int:
-        """Return how many simulations show that the p-value of a wrong sample is below this line's alpha.
+        """Return how many simulations are needed for a p-value below the alpha of one line.
 
-        tests: how many p-values there are; the least one is multiplied by that number.
+        tests: number of p-values of the line; the smallest one is multiplied by it (Bonferroni).
         """
         return int(np.ceil(1.25 * tests / self.each))
 
     def _mixture(self, draws: list[Draws], alpha: float) -> float | None:
-        """Return the smallest share of wrong tokens that is seen."""
+        """Return the smallest share of wrong tokens that the tests detect; None without `with_power`."""
         return power.smallest_mixture(draws, alpha, self._rng(10)) if self.with_power else None
 
     def _statistical(self, name: str, question: str, p: float, seen: str, **fields: Any) -> Line:
@@ -101,7 +102,7 @@ class Judge:
         )
 
     def first_tokens(self) -> Line:
-        """Judge which of the likely tokens come first."""
+        """Test the frequencies of the likely first tokens."""
         draws, _ = split_first(self.evidence.first, self.evidence.at(1.0))
         p = draws.p_value(self._rng(0), max_simulations=self._simulations(2))
         share = self._mixture([draws], self.each)
@@ -115,7 +116,7 @@ class Judge:
         )
 
     def unlikely_tokens(self) -> Line:
-        """Judge whether the tail of the distribution is there."""
+        """Test the frequency of unlikely first tokens, which are missing if the server cuts the tail."""
         _, draws = split_first(self.evidence.first, self.evidence.at(1.0))
         p = draws.p_value(self._rng(1), max_simulations=self._simulations(2))
         expected = draws.probs[draws.row].sum(0)
@@ -132,7 +133,7 @@ class Judge:
         )
 
     def later_tokens(self) -> Line:
-        """Judge each token after the first, given those before it."""
+        """Test each token after the first, conditional on the earlier tokens."""
         question = "Given the tokens before it, does each later token come as often as the model predicts?"
         if not self.evidence.features.ids_out:
             return _not_judged(LATER, question, "the server returns no token ids")
@@ -141,7 +142,7 @@ class Judge:
         if not draws:
             return _not_judged(LATER, question, "every answer has one token")
 
-        # Positions are judged in their order; after one that is wrong, the others need no small p-values.
+        # Test the positions in order; after a failed one, the others need no precise p-values.
         rng, tests = self._rng(2), 2 * len(draws)
         by_position: list[float] = []
         wrong: list[int] = []
@@ -167,7 +168,7 @@ class Judge:
         )
 
     def temperature(self) -> Line:
-        """Judge the second temperature, on first tokens, which no draft touches."""
+        """Test the second temperature on first tokens, which are never drafted."""
         requested = self.evidence.temperature
         for number, at in enumerate((1.0, requested)):
             samples = self.evidence.at(at)
@@ -182,7 +183,7 @@ class Judge:
             )
 
         result = self.temperatures[requested]
-        # The interval is one deviation times the quantile of alpha; power adds that of its own.
+        # Dividing half the interval by its quantile gives the standard error.
         half = (result.high - result.low) / 2
         size = power.difference(half / normal_quantile(self.each / 2), self.each) / requested
         return self._statistical(
@@ -196,12 +197,12 @@ class Judge:
         )
 
     def acceptance(self) -> Line:
-        """Judge the acceptance length by that of the checkpoint's own draft on the same prompts."""
+        """Compare the acceptance length with that of the checkpoint's own draft on the same prompts."""
         question = "Are as many drafts accepted as of the checkpoint's own draft?"
         if not self.evidence.accepted or not self.evidence.own_accepted:
             return _not_judged(ACCEPTANCE, question, self.evidence.why_not_accepted)
 
-        # Answers are permuted only within a prompt, because acceptance differs between prompts.
+        # Permute answers only within a prompt, because acceptance differs between prompts.
         server, own = np.concatenate(self.evidence.accepted), np.concatenate(self.evidence.own_accepted)
         strata = tuple(
             np.concatenate([np.full(len(one), i) for i, one in enumerate(part)])
@@ -223,7 +224,7 @@ class Judge:
         )
 
     def log_probabilities(self) -> Line:
-        """Judge reported log-probabilities by the reference's, at the second temperature."""
+        """Compare reported log-probabilities with the reference, at the second temperature."""
         question = "Are log-probabilities those of the distribution that was sampled?"
         at = [one for one in self.evidence.samples if one.rows is not None]
         reported = np.concatenate([one.logprobs[~np.isnan(one.logprobs)] for one in at]) if at else []
@@ -231,12 +232,12 @@ class Judge:
             lacks = "token ids" if self.evidence.features.logprobs else "log-probabilities"
             return _not_judged(LOGPROBS, question, f"the server returns no {lacks}")
 
-        # Logits before temperature are a usual mistake; at temperature 1 they would be right.
+        # A common fault is to report log-probabilities without the temperature, which are right only at 1.
         after, moved = _compare(at, "after")
         second = [one for one in at if one.temperature != 1.0]
         before, _ = _compare(second, "before")
 
-        # Rounding in the server's number format moves a value by about `moved`.
+        # Rounding to the server's dtype changes a value by about `moved`.
         bounds = 3 * float(np.median(moved)) + 1e-4, 5 * float(np.quantile(moved, 0.99)) + 1e-3
         fits = _within(after, bounds)
         is_before = not fits and len(before) > 0 and _within(before, bounds)
@@ -257,10 +258,10 @@ class Judge:
         )
 
     def greedy(self) -> Line:
-        """Judge that tokens at temperature 0 are the argmax, or tie with it within rounding."""
+        """Test that tokens at temperature 0 are the argmax, or differ from it by no more than rounding."""
         question = "At temperature 0, is each token the likeliest one, or within rounding of it?"
 
-        # Without ids only the texts can be compared.
+        # Without ids, compare only the texts.
         if not self.evidence.greedy:
             texts = self.evidence.greedy_texts
             wrong = [one.seen for one in texts if not one.equal]
@@ -274,7 +275,7 @@ class Judge:
         gap = np.concatenate([r.gap[m] for r, m in zip(rows, inside, strict=True) if r is not None])
         moved = np.concatenate([r.moved_gap[m] for r, m in zip(rows, inside, strict=True) if r is not None])
 
-        # Rounding may exchange two tokens whose logits nearly tie.
+        # Rounding may swap two tokens whose logits are almost equal.
         tolerance = max(2 * float(moved.max(initial=0)), 1e-3)
         wrong, ties = int((gap > tolerance).sum()), int(((gap > 0) & (gap <= tolerance)).sum())
         return Line(
@@ -289,7 +290,7 @@ class Judge:
 
 
 def _compare(samples: list[Samples], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return |reported - reference| of all tokens with a report, and what rounding moves of each."""
+    """Return |reported - reference| of all tokens with a reported value, and the effect of rounding."""
     differences, moved = [np.zeros(0)], [np.zeros(0)]
     for one in samples:
         assert one.rows is not None

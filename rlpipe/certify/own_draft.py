@@ -1,7 +1,7 @@
-"""The acceptance of a checkpoint's own draft, from the embedded engine in the server's mode and gamma.
+"""The acceptance of a checkpoint's own draft, in the embedded engine with the server's mode and gamma.
 
-Tests ensure that this engine and SGLang accept equally many drafts. So a server with a different number
-drafts with different weights, or verifies by a different rule.
+Tests ensure that this engine and SGLang have the same acceptance. If a server has another acceptance, its
+draft has other weights, or it verifies by another rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OwnDraft = Callable[[Sequence[Prompt], Features, int, int], list[np.ndarray]]
 
 
 def own_draft(model: Path, draft: Path | None, features: Features) -> OwnDraft | str:
-    """Return a function that counts the drafts accepted of a checkpoint's own, or why there is none.
+    """Return a function that counts accepted drafts of the checkpoint's own draft; or why it is not possible.
 
     draft: directory of an EAGLE-3 draft; None: the checkpoint's MTP layer.
     """
@@ -43,7 +43,7 @@ def own_draft(model: Path, draft: Path | None, features: Features) -> OwnDraft |
         if draft is not None:
             spec.drafter, spec.draft_path = Drafter.EAGLE3, str(draft)
 
-        # Every answer has the same length, as the server's have.
+        # Every answer has the same length, like the server's answers.
         longest = max(len(prompt.ids) for prompt in prompts)
         rollout = RolloutConfig(
             max_running=_RUNNING,

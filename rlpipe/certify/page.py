@@ -18,7 +18,7 @@ _COLOURS = {True: "good", False: "bad", None: "warn"}
 
 
 def summary(certificate: Certificate) -> str:
-    """State the outcome in a sentence."""
+    """Return the outcome as a sentence."""
     judged = [line for line in certificate.lines if line.passed is not None]
     left = [line.name for line in certificate.lines if line.passed is None]
     unjudged = f" Not judged: {', '.join(left)}." if left else ""
@@ -29,7 +29,7 @@ def summary(certificate: Certificate) -> str:
 
 
 def explain(certificate: Certificate) -> str:
-    """Explain alpha, n and power for this certificate."""
+    """Return an explanation of alpha, n and power for this certificate."""
     return (
         f"A right server fails some line with probability {certificate.alpha:g} at most (alpha; "
         f"{certificate.alpha / len(STATISTICAL):g} for each of the {len(STATISTICAL)} statistical lines). p "
@@ -40,7 +40,7 @@ def explain(certificate: Certificate) -> str:
 
 
 def as_text(certificate: Certificate) -> str:
-    """Format the certificate for a terminal."""
+    """Format the certificate as text for a terminal."""
     width = max(len(line.name) for line in certificate.lines)
     rows = [f"{certificate.features.dialect}: {', '.join(_features(certificate)) or 'all features'}", ""]
     for line in certificate.lines:
@@ -53,7 +53,7 @@ def as_text(certificate: Certificate) -> str:
 
 
 def as_json(certificate: Certificate) -> str:
-    """Format the certificate for other programs."""
+    """Format the certificate as JSON for other programs."""
     return json.dumps(as_data(certificate), indent=1)
 
 
@@ -72,7 +72,7 @@ def as_data(certificate: Certificate) -> dict[str, Any]:
 
 
 def as_html(certificate: Certificate) -> str:
-    """Format the certificate as a page."""
+    """Format the certificate as an HTML page."""
     colour, word = ("good", "no fault found") if certificate.passed else ("bad", "fault")
     title = f"Certificate of {certificate.about.get('url', 'a server')}"
     causes = "".join(

@@ -1,7 +1,7 @@
-"""The smallest fault that each line detects, by simulating that fault with this certificate's own samples.
+"""The smallest fault that each line detects, found by simulating faults with a certificate's sample sizes.
 
-Critical values are read from the simulated mean and variance (`normal_score`), which is accurate to a few per
-cent of a fault's size; the tests themselves do not use it.
+Critical values come from the simulated mean and variance (`normal_score`). This approximation is accurate to
+a few per cent of a fault's size; the tests do not use it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _NULLS, _FAULTS = 60, 20
 
 
 def smallest_mixture(draws: Sequence[Draws], alpha: float, rng: np.random.Generator) -> float | None:
-    """Return the smallest share of tokens that, replaced by the likeliest, is seen with power .95.
+    """Return the smallest share of tokens replaced by the likeliest token that is detected with power .95.
 
-    draws: tests of which one must fail, each at level alpha. None: no share up to a half is seen.
+    draws: the tests; the fault is detected if one of them fails at level alpha. Returns None if no share up
+    to a half is detected.
     """
     draws = [one for one in draws if len(one)]
     nulls = [one.null_moments(rng, _NULLS) for one in draws]
@@ -33,14 +34,14 @@ def smallest_mixture(draws: Sequence[Draws], alpha: float, rng: np.random.Genera
 
 
 def _mixed(probs: np.ndarray, share: float) -> np.ndarray:
-    """Return the distributions of samples of which a share is replaced by the likeliest token."""
+    """Return the distributions that result if a share of samples is replaced by the likeliest token."""
     mixed = (1 - share) * probs
     mixed[np.arange(len(probs)), probs.argmax(1)] += share
     return mixed
 
 
 def largest_cut(draws: Draws, alpha: float, rng: np.random.Generator) -> float | None:
-    """Return the largest top-p that is seen with power .95 where it was left on. draws: of bands."""
+    """Return the largest top-p of a server that is detected with power .95. draws: draws over bands."""
     null = draws.null_moments(rng, _NULLS)
     for cut in _CUTS:
         kept = np.clip(cut - (draws.probs.cumsum(1) - draws.probs), 0, draws.probs)
@@ -57,7 +58,7 @@ def _power(
     alpha: float,
     rng: np.random.Generator,
 ) -> float:
-    """Return the share of simulated faulty samples that one of the tests finds at level alpha."""
+    """Return the share of simulated faulty samples for which at least one test fails at level alpha."""
     detected = 0
     for _ in range(_FAULTS):
         detected += any(
@@ -77,7 +78,7 @@ def _finds(draws: Draws, cell: np.ndarray, null: tuple[float, float], alpha: flo
 
 
 def difference(error: float, alpha: float) -> float:
-    """Return the difference that a two-sided test sees with power .95, from its standard error."""
+    """Return the difference that a two-sided test with this standard error detects with power .95."""
     return float((normal_quantile(alpha / 2) + normal_quantile(1 - WANTED)) * error)
 
 
@@ -89,7 +90,7 @@ def mixture_text(share: float | None) -> str:
 
 
 def cut_text(cut: float | None) -> str:
-    """Describe the power of the line of unlikely tokens."""
+    """Describe the power of the line on unlikely tokens."""
     if cut is None:
         return "top-p of .8 left on: not seen; take more samples"
     return f"top-p = {cut:g} left on (power .95)"

@@ -1,8 +1,8 @@
-"""The reference pass: the outputs of transformers in float32 after the same tokens.
+"""The reference pass: the outputs of transformers in float32 for the same tokens.
 
-If a server computes in another number format, a second pass in that format measures the effect of rounding
-on the log-probability of a token, the gap between two logits, and the probabilities of a row. Differences of
-that size are no fault.
+If a server computes in another dtype, a second pass in that dtype measures the effect of rounding on the
+log-probability of a token, the gap between two logits, and the probabilities of a row. Differences of that
+size are not a fault.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
-CELLS = 64  # of a row after a prefix: its likeliest tokens, and one for all others
-_TOKENS_AT_ONCE = 1024  # of a forward pass, without the prompt
+CELLS = 64  # number of cells of a row: its likeliest tokens, and one cell for all other tokens
+_TOKENS_AT_ONCE = 1024  # maximum number of tokens of a forward pass, without the prompt
 _LOGITS_AT_ONCE = 1 << 24
 
 
 class Model(Protocol):
-    """Logits of a model, in float32 and in a server's number format."""
+    """A model that computes logits in float32 and in a server's dtype."""
 
     vocabulary: int
-    rounds: bool  # whether the two differ
+    rounds: bool  # whether the server's dtype is not float32
 
     def logits(self, ids: np.ndarray, keep: int, *, rounded: bool = False) -> np.ndarray:
-        """Return logits after the last `keep` of [n, T] ids, [n, keep, V] float32."""
+        """Return the logits after each of the last `keep` tokens of ids [n, T], as [n, keep, V] float32.
+
+        rounded: compute in the server's dtype.
+        """
         ...
 
 
 class TransformersModel:
-    """A checkpoint in transformers. dtype: the server's number format."""
+    """A checkpoint in transformers. dtype: the server's dtype."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         import torch
@@ -51,7 +54,7 @@ class TransformersModel:
         torch, model = self._torch, self._models[rounded and self.rounds]
         tokens, shared = torch.as_tensor(ids), _shared_prefix(ids, keep)
         with torch.inference_mode():
-            # What all sequences begin with is computed once.
+            # Compute the shared prefix of all sequences only once.
             if shared and (cache := self._cache(model, tokens[:1, :shared], len(ids))) is not None:
                 logits = model(tokens[:, shared:], past_key_values=cache, logits_to_keep=keep).logits
             else:
@@ -60,7 +63,7 @@ class TransformersModel:
             return logits.float().numpy()
 
     def _cache(self, model: Any, prefix: Any, copies: int) -> Any:
-        """Return the keys and values of a prefix [1, T], for a batch; None where a layer has other state."""
+        """Return the KV cache of a prefix [1, T] for a batch; None if a layer has any other state."""
         from transformers.cache_utils import DynamicLayer
 
         cache = model(prefix, use_cache=True, logits_to_keep=1).past_key_values
@@ -71,7 +74,7 @@ class TransformersModel:
 
 
 def _shared_prefix(ids: np.ndarray, keep: int) -> int:
-    """Return how many leading tokens several sequences share, without those whose logits are kept.
+    """Return the number of leading tokens that several sequences share, before the last `keep` tokens.
 
     >>> _shared_prefix(np.array([[5, 6, 7, 8], [5, 6, 9, 9]]), 1), _shared_prefix(np.array([[5, 6, 7, 8]]), 1)
     (2, 0)
@@ -82,15 +85,15 @@ def _shared_prefix(ids: np.ndarray, keep: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """The reference along sampled sequences of one prompt.
+    """The reference for the sampled sequences of one prompt; a row is the distribution at one position.
 
     likely: [n, T, CELLS - 1], the likeliest tokens of each row.
-    probs, rounded: [n, T, CELLS], probabilities of these and of all others at the temperature of the samples;
-    `rounded` in the server's number format.
+    probs: [n, T, CELLS], probabilities of these tokens and of all others together, at the temperature of the
+    samples. rounded: the same as `probs` in the server's dtype.
     after, before: [n, T], log-probability of the sampled token with and without the temperature.
-    gap: [n, T], by how much the best logit exceeds that of the sampled token.
-    moved_logprob, moved_gap: [n, T], how far rounding moves a log-probability, and the gap between the best
-    two logits.
+    gap: [n, T], largest logit minus the logit of the sampled token.
+    moved_logprob, moved_gap: [n, T], effect of rounding on the log-probability, and on the gap between the
+    two largest logits.
     """
 
     likely: np.ndarray
@@ -104,7 +107,7 @@ class Rows:
 
 
 def read_rows(model: Model, prompt: Sequence[int], tokens: np.ndarray, temperature: float) -> Rows:
-    """Compute the reference along sequences. tokens: [n, T], padded with 0 at the right; temperature: > 0."""
+    """Compute the reference for sequences. tokens: [n, T], padded with 0 at the right. temperature: > 0."""
     length = tokens.shape[1]
     unique, inverse = np.unique(tokens, axis=0, return_inverse=True)
     size = max(1, min(_TOKENS_AT_ONCE // length, _LOGITS_AT_ONCE // (model.vocabulary * length)))
@@ -132,7 +135,7 @@ def _read(
     likely = np.take_along_axis(likely, order, -1)
     sampled = tokens[..., None]
 
-    # In the logits of the two passes, log-probabilities are compared at the temperature of the samples.
+    # Compare the log-probabilities of the two passes at the temperature of the samples.
     def of_sampled(logits: np.ndarray, at: float) -> np.ndarray:
         return (np.take_along_axis(logits, sampled, -1)[..., 0] / at) - log_sum_exp(logits / at)
 
@@ -151,7 +154,7 @@ def _read(
 
 
 def _cell_probs(logits: np.ndarray, likely: np.ndarray, temperature: float) -> np.ndarray:
-    """Return the probabilities of the likeliest tokens and of all others, [n, T, cells + 1]."""
+    """Return the probabilities of the likeliest tokens and of all others together, [n, T, cells + 1]."""
     scaled = logits / temperature
     probs = np.exp(np.take_along_axis(scaled, likely, -1) - log_sum_exp(scaled)[..., None]).astype(np.float64)
     rest = np.maximum(1 - probs.sum(-1, keepdims=True), 0)
@@ -167,10 +170,10 @@ def log_sum_exp(logits: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True, kw_only=True)
 class FirstRows:
-    """The rows of first tokens after each prompt, over classes of tokens that a server's answers tell apart.
+    """The distributions of first tokens after each prompt, over classes that a server's answers distinguish.
 
-    exact, rounded: logits [prompts, V] float64. classes: [V], the class of each token: itself, or that of its
-    text.
+    exact, rounded: logits [prompts, V] float64 of the two passes. classes: [V], class of each token; if the
+    server returns only text, tokens with the same text share a class, otherwise each token is its own class.
     """
 
     exact: np.ndarray
@@ -178,7 +181,7 @@ class FirstRows:
     classes: np.ndarray
 
     def probs(self, temperature: float, *, rounded: bool = False) -> np.ndarray:
-        """Return probabilities of classes, [prompts, classes]."""
+        """Return the probabilities of the classes, [prompts, classes]."""
         scaled = (self.rounded if rounded else self.exact) / temperature
         probs = np.exp(scaled - log_sum_exp(scaled)[:, None])
         size = int(self.classes.max()) + 1
@@ -186,7 +189,7 @@ class FirstRows:
 
 
 def read_first_rows(model: Model, prompts: Sequence[Sequence[int]], classes: np.ndarray | None) -> FirstRows:
-    """Compute the rows after each prompt. classes: [V]; None: each token is its own."""
+    """Compute the distributions after each prompt. classes: [V]; None: each token is its own class."""
     rows = [model.logits(np.array([ids]), 1)[0, 0] for ids in prompts]
     rounded = (
         [model.logits(np.array([ids]), 1, rounded=True)[0, 0] for ids in prompts] if model.rounds else rows

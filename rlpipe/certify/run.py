@@ -1,4 +1,4 @@
-"""Samples a server, computes the reference, and judges: the flow of `rlpipe certify`.
+"""The flow of `rlpipe certify`: samples a server, computes the reference, and tests the samples.
 
 server = await Server.open(url, probe)
 evidence = await collect(server, model, prompts, sizes, ...)
@@ -21,12 +21,12 @@ from rlpipe.certify.lines import Judge, Line
 from rlpipe.certify.reference import Model, read_first_rows, read_rows
 from rlpipe.certify.texts import Texts, is_greedy_text
 
-TEMPERATURE = 0.7  # the second one, at which an error in applying it shows
-ANSWER_TOKENS = 48  # of greedy answers and of those whose acceptance is counted
+TEMPERATURE = 0.7  # second temperature; unlike 1, it shows errors in the use of the temperature
+ANSWER_TOKENS = 48  # length of greedy answers and of answers for acceptance
 
 
 class Sampler(Protocol):
-    """A server, as `dialects.Server`."""
+    """A server that returns samples, such as `dialects.Server`."""
 
     features: Features
 
@@ -37,11 +37,11 @@ class Sampler(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Sizes:
-    """How much is sampled.
+    """Numbers of samples.
 
-    samples: at temperature 1; half as many at the second. tokens: of each; 0: two more than the first
-    that may follow a full step of accepted drafts, at least 6. answers: whose acceptance is counted.
-    greedy: answers at temperature 0 of each prompt.
+    samples: number of samples at temperature 1; half as many at the second temperature. tokens: length of a
+    sample; 0: two more than the first token that may follow a full step of accepted drafts, at least 6.
+    answers: number of answers for acceptance. greedy: number of answers per prompt at temperature 0.
     """
 
     samples: int = 4000
@@ -50,7 +50,7 @@ class Sizes:
     greedy: int = 2
 
     def tokens_for(self, features: Features) -> int:
-        """Return the tokens of a sample: 1 where ids are not returned."""
+        """Return the length of a sample in tokens; 1 if the server does not return ids."""
         if not features.ids_out:
             return 1
         return self.tokens or max(6, features.gamma + 4)
@@ -58,7 +58,7 @@ class Sizes:
 
 @dataclass(slots=True, kw_only=True)
 class Certificate:
-    """The result of a certification. seconds: sampling, reference, tests."""
+    """The result of a certification. seconds: time for sampling, reference and tests."""
 
     features: Features
     lines: list[Line]
@@ -69,7 +69,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Return whether no line that was judged fails."""
+        """Return whether no tested line failed."""
         return not any(line.failed for line in self.lines)
 
 
@@ -87,27 +87,27 @@ async def collect(
     """Sample a server and compute the reference.
 
     Args:
-        server: to sample.
+        server: the server to sample.
         model: the reference.
-        prompts: after which tokens are sampled, in equal numbers.
-        sizes: how much.
-        texts: of tokens, for a server that returns text only.
-        own_draft: accepted drafts and verify steps of the checkpoint's own draft: by prompt, [n, 2], from
-            prompts, features, answers of each prompt and tokens of each.
-        why_no_draft: as text, where own_draft is None.
-        progress: called with the next activity.
+        prompts: prompts to sample after, each equally often.
+        sizes: numbers of samples.
+        texts: texts of the tokens, for a server that returns only text.
+        own_draft: function of (prompts, features, answers per prompt, tokens per answer) that returns, for
+            each prompt, [n, 2] accepted drafts and verify steps of the checkpoint's own draft.
+        why_no_draft: reason if own_draft is None.
+        progress: called with the name of each activity that starts.
 
     Returns:
-        the evidence, and the seconds that its parts took.
+        The evidence, and the seconds that each part took.
 
     Raises:
-        ValueError: the server returns text only and there are no texts.
-        ServerError, ServerUnreachable: it refused, or went away.
+        ValueError: the server returns only text and `texts` is None.
+        ServerError, ServerUnreachable: the server rejected a request, or stopped answering.
     """
     features, started = server.features, time.monotonic()
     tokens = sizes.tokens_for(features)
 
-    # Tokens are read as ids, or recognised by their text.
+    # Without ids, tokens can only be recognised by their text.
     if not features.ids_out and texts is None:
         raise ValueError("the server returns no token ids, and the checkpoint has no tokenizer to read text.")
 
@@ -125,7 +125,7 @@ async def collect(
         for prompt in prompts
     ]
 
-    # Longer answers, because acceptance differs along a text.
+    # Sample longer answers for acceptance, because it changes along a text.
     each = max(1, sizes.answers // len(prompts))
     accepted: list[np.ndarray] = []
     if features.drafts and own_draft is not None:
@@ -144,7 +144,7 @@ async def collect(
         None if features.ids_out else _classes(texts, model.vocabulary),
     )
 
-    # Rows after the first token need the ids of the tokens before.
+    # The reference after the first token needs the ids of the earlier tokens.
     samples = []
     for (number, temperature), some in answers.items():
         classes = _first_classes(some, texts, with_ids=features.ids_out)
@@ -170,7 +170,7 @@ async def collect(
 
 
 def judge(evidence: Evidence, *, alpha: float, seed: int = 0, with_power: bool = True) -> Certificate:
-    """Judge all lines and name the causes of those that fail. Arguments: those of `Judge`."""
+    """Test all lines and name the causes of the failed ones. The arguments are those of `Judge`."""
     started = time.monotonic()
     judge = Judge(evidence=evidence, alpha=alpha, seed=seed, with_power=with_power)
     lines = judge.lines()
@@ -193,7 +193,7 @@ def _classes(texts: Texts | None, vocabulary: int) -> np.ndarray:
 
 
 def _first_classes(answers: Sequence[Answer], texts: Texts | None, *, with_ids: bool) -> np.ndarray:
-    """Return the class of each first token; -1 where an answer has none."""
+    """Return the class of each first token; -1 if an answer is empty or no token has its text."""
     if with_ids:
         return np.array([one.ids[0] if one.ids else -1 for one in answers])
     assert texts is not None
@@ -201,7 +201,7 @@ def _first_classes(answers: Sequence[Answer], texts: Texts | None, *, with_ids: 
 
 
 def _greedy(model: Model, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]]) -> list[Samples]:
-    """Return greedy answers with the reference along them."""
+    """Return greedy answers with the reference for their tokens."""
     packed = []
     for number, (prompt, some) in enumerate(zip(prompts, answers, strict=True)):
         one = pack(number, 0.0, some, np.full(len(some), -1))
@@ -213,7 +213,7 @@ def _greedy(model: Model, prompts: Sequence[Prompt], answers: Sequence[Sequence[
 def _greedy_texts(
     model: Model, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], texts: Texts | None
 ) -> list[GreedyText]:
-    """Return for each prompt whether its text is one that argmax may give."""
+    """Return for each prompt whether greedy decoding can give the answer's text."""
     assert texts is not None
     return [
         GreedyText(

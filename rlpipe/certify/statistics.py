@@ -1,9 +1,11 @@
-"""Exact tests of samples whose distribution is known, by Monte Carlo.
+"""Exact Monte Carlo tests of samples whose distribution is known.
 
-A test compares a statistic with the same statistic of samples that are simulated from the known distribution.
-With h exceedances in l simulations the p-value is h / l, and (g + 1) / (n + 1) where n simulations had g < h
-exceedances (Besag and Clifford 1991, "Sequential Monte Carlo p-values"). Its false-alarm rate is at most the
-stated alpha for any number of simulations and any number of samples: no cell has to be large.
+A test compares a statistic of the samples with the same statistic of simulated samples from the known
+distribution. An exceedance is a simulated value at least as large as the observed one. Simulation stops after
+h exceedances: if that takes l simulations, the p-value is h / l. If there are only g < h exceedances in the
+maximum of n simulations, the p-value is (g + 1) / (n + 1) (Besag and Clifford 1991, "Sequential Monte Carlo
+p-values"). The false-alarm rate is at most alpha for any number of simulations and of samples, even if the
+counts in cells are small.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-STOP_AFTER = 10  # exceedances after which a p-value is known well enough
-SMALLEST = 1e-15  # probability of a cell that rounding would make zero or negative
+STOP_AFTER = 10  # number of exceedances after which the simulation stops
+SMALLEST = 1e-15  # lower bound of a cell's probability, which rounding could make zero or negative
 
 
 def normal_quantile(alpha: float) -> float:
@@ -29,9 +31,10 @@ def normal_quantile(alpha: float) -> float:
 
 
 def normal_score(statistic: float, mean: float, variance: float) -> float:
-    """Read a statistic as a chi-square of that mean and variance, as a standard normal score.
+    """Convert a statistic with this mean and variance to an approximate standard normal score.
 
-    Satterthwaite's degrees of freedom and Wilson and Hilferty's cube root: an approximation, for power only.
+    Used only for power. The statistic is treated as a scaled chi-square (Satterthwaite's degrees of freedom,
+    Wilson and Hilferty's cube root).
     """
     freedom = 2 * mean**2 / variance
     spread = 2 / (9 * freedom)
@@ -41,10 +44,10 @@ def normal_score(statistic: float, mean: float, variance: float) -> float:
 def monte_carlo_p(
     observed: Sequence[float], simulate: Callable[[], Sequence[float]], *, max_simulations: int
 ) -> float:
-    """Return the exact p-value of statistics that are large when the hypothesis is wrong.
+    """Return the exact p-value of statistics that are large if the hypothesis is wrong.
 
-    With several, their number times the least of their p-values (Bonferroni). simulate: the statistics of one
-    simulated sample.
+    With several statistics, it is the smallest p-value times their number (Bonferroni). simulate: function
+    that returns the statistics of one simulated sample.
     """
     limits = np.asarray(observed)
     exceeded, p_values = np.zeros(len(limits), int), np.zeros(len(limits))
@@ -70,9 +73,9 @@ def fisher_p(p_values: Sequence[float]) -> float:
 
 
 def combined_p(p_values: Sequence[float]) -> float:
-    """Combine independent p-values: twice the lesser of Bonferroni's and Fisher's.
+    """Combine independent p-values: return twice the smaller of Bonferroni's and Fisher's combination.
 
-    The first sees one wrong position, the second a small fault at all of them.
+    Bonferroni's detects a fault at one position, Fisher's a small fault at all positions.
     """
     if len(p_values) == 1:
         return p_values[0]
@@ -81,11 +84,11 @@ def combined_p(p_values: Sequence[float]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Draws:
-    """Draws from known rows: draw i is from row `row[i]` and fell into cell `cell[i]`.
+    """Draws from known distributions (rows): draw i is from row `row[i]` and fell into cell `cell[i]`.
 
     probs: [rows, cells] float64, each row sums to 1. row, cell: [n].
-    rounded: the rows as a server's number format computes them; samples are simulated from these and judged
-    by `probs`, so that rounding of that size is not a fault. None: `probs`.
+    rounded: the rows computed in a server's dtype; None: `probs`. Samples are simulated from `rounded`, and
+    their statistics use `probs`, so that the tests tolerate rounding.
     """
 
     probs: np.ndarray
@@ -96,7 +99,7 @@ class Draws:
     _cumulative: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Prepare simulation."""
+        """Compute the cumulative probabilities for simulation."""
         self.probs = np.maximum(self.probs, SMALLEST)
         self._sizes = np.bincount(self.row, minlength=len(self.probs))
         self._cumulative = _cumulative(self.probs if self.rounded is None else self.rounded)
@@ -106,27 +109,27 @@ class Draws:
         return len(self.row)
 
     def simulate(self, rng: np.random.Generator) -> np.ndarray:
-        """Return cells of as many draws from the same rows, [n]."""
+        """Simulate the same number of draws from the same rows; return their cells, [n]."""
         return _draw(self._cumulative, self.row, self.probs.shape[1], rng)
 
     def simulate_from(self, probs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Return cells of as many draws from other rows of the same shape, [n]."""
+        """Simulate the same number of draws from other rows of the same shape; return their cells, [n]."""
         return _draw(_cumulative(probs), self.row, probs.shape[1], rng)
 
     def g(self, cell: np.ndarray | None = None) -> float:
-        """Compute G of the draws, or of others from the same rows."""
+        """Compute the G statistic of the draws. cell: [n], use these cells instead."""
         cell = self.cell if cell is None else cell
         keys, counts = np.unique(self.row * self.probs.shape[1] + cell, return_counts=True)
         expected = self._sizes[keys // self.probs.shape[1]] * self.probs.ravel()[keys]
         return 2 * float((counts * np.log(counts / expected)).sum())
 
     def likelihood(self, cell: np.ndarray | None = None) -> float:
-        """Compute sum ln p of the draws, or of others from the same rows."""
+        """Compute sum ln p of the draws. cell: [n], use these cells instead."""
         cell = self.cell if cell is None else cell
         return float(np.log(self.probs[self.row, cell]).sum())
 
     def likelihood_moments(self) -> tuple[float, float]:
-        """Return mean and variance of sum ln p under the hypothesis, exactly."""
+        """Return the exact mean and variance of sum ln p under the hypothesis."""
         true = self.probs if self.rounded is None else self.rounded
         logs = np.log(self.probs)
         mean = (true * logs).sum(1)
@@ -134,10 +137,10 @@ class Draws:
         return float(self._sizes @ mean), float(self._sizes @ variance)
 
     def p_value(self, rng: np.random.Generator, *, max_simulations: int) -> float:
-        """Return an exact p-value: twice the lesser of two tests'; 1 where there is no draw.
+        """Return an exact p-value: twice the smaller p-value of two tests; 1 if there are no draws.
 
-        G sees any deviation where cells are large. Sum ln p, two-sided, sees tokens that are too likely or
-        too unlikely, however many rows they are spread over.
+        The G test detects any deviation if cells have large counts. The two-sided test of sum ln p detects
+        tokens that are too likely or too unlikely, even if they are spread over many rows.
         """
         if not len(self):
             return 1.0
@@ -146,20 +149,20 @@ class Draws:
         def statistics(cell: np.ndarray) -> tuple[float, float]:
             return self.g(cell), abs(self.likelihood(cell) - mean)
 
-        # Equal sums may differ in the last digit.
+        # Rounding may make equal sums differ in the last digit.
         observed = [value - 1e-9 for value in statistics(self.cell)]
         return monte_carlo_p(
             observed, lambda: statistics(self.simulate(rng)), max_simulations=max_simulations
         )
 
     def null_moments(self, rng: np.random.Generator, simulations: int) -> tuple[float, float]:
-        """Return mean and variance of G under the hypothesis, by simulation."""
+        """Return the mean and variance of G under the hypothesis, estimated by simulation."""
         null = np.array([self.g(self.simulate(rng)) for _ in range(simulations)])
         return float(null.mean()), float(null.var())
 
 
 def _cumulative(probs: np.ndarray) -> np.ndarray:
-    """Return the distribution functions of all rows as one increasing sequence, [rows * cells]."""
+    """Return the cumulative distributions of all rows as one increasing sequence, [rows * cells]."""
     steps = np.maximum(probs, 0).cumsum(1)
     steps /= steps[:, -1:]
     return (steps + np.arange(len(probs))[:, None]).ravel()
@@ -178,10 +181,10 @@ def permutation_p(
     *,
     max_simulations: int,
 ) -> float:
-    """Return the exact two-sided p-value that two samples have one ratio of sums.
+    """Test whether two samples have the same ratio of sums; return the exact two-sided p-value.
 
-    first, second: [n, 2], numerator and denominator of each member. strata: of each member of the two;
-    members are exchanged within a stratum only.
+    first, second: [n, 2], numerator and denominator of each member. strata: stratum of each member of the two
+    samples; members are permuted only within a stratum.
     """
     both, labels = np.concatenate((first, second)), np.concatenate(strata)
     order = np.argsort(labels, kind="stable")
@@ -196,5 +199,5 @@ def permutation_p(
         shuffled = np.lexsort((rng.random(len(both)), labels))
         return [difference(is_first[shuffled])]
 
-    # Equal differences may differ in the last digit.
+    # Rounding may make equal differences differ in the last digit.
     return monte_carlo_p([difference(is_first) - 1e-12], simulate, max_simulations=max_simulations)

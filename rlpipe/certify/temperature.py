@@ -1,9 +1,9 @@
-"""The temperature of samples, estimated and tested by its sufficient statistic.
+"""Estimates and tests the temperature of samples with its sufficient statistic.
 
-The distributions at all temperatures are one exponential family: p_T(x) is proportional to exp(z(x) / T). The
+The distributions at all temperatures form an exponential family: p_T(x) is proportional to exp(z(x) / T). The
 sum of ln p over the samples is sufficient for T. The test of the requested temperature is therefore exact and
-the most powerful one. The temperature that explains the samples best is the one at which the expected sum
-equals the observed sum.
+the most powerful one. The maximum-likelihood temperature is the one at which the expected sum equals the
+observed sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOWEST, _HIGHEST = 0.02, 20.0
 
 @dataclass(slots=True, kw_only=True)
 class Estimate:
-    """A temperature with its interval, and the p-value of the requested one."""
+    """An estimated temperature with its interval, and the p-value of the requested temperature."""
 
     value: float
     low: float
@@ -29,7 +29,7 @@ class Estimate:
     p: float
 
     def contains(self, temperature: float) -> bool:
-        """Return whether the interval has the temperature."""
+        """Return whether the interval contains the temperature."""
         return self.low <= temperature <= self.high
 
 
@@ -43,12 +43,12 @@ def estimate(
     alpha: float,
     max_simulations: int,
 ) -> Estimate:
-    """Test the requested temperature on first tokens. prompt, token: [n], row and class of each."""
-    # A text that is none of the tokens has no class.
+    """Test the requested temperature on first tokens. prompt, token: [n], prompt and class of each token."""
+    # Leave out texts that no token has; their class is -1.
     known = token >= 0
     prompt, token = prompt[known], token[known]
 
-    # The sum of ln p has all that samples show about a temperature: it is the sufficient statistic.
+    # The sum of ln p is the sufficient statistic of the temperature.
     probs = np.maximum(first.probs(requested), SMALLEST)
     score = np.log(probs)
     draws = Draws(probs=probs, rounded=first.probs(requested, rounded=True), row=prompt, cell=token)
@@ -60,7 +60,7 @@ def estimate(
         at = first.probs(temperature, rounded=True)
         return float((sizes * (at * score).sum(1)).sum())
 
-    # How far the sum of scores is from its expectation, compared with simulated samples.
+    # Compare the distance of the sum from its expectation with that of simulated samples.
     centre = expected(requested)
     p = monte_carlo_p(
         [abs(observed - centre) - 1e-9],
@@ -68,7 +68,7 @@ def estimate(
         max_simulations=max_simulations,
     )
 
-    # The interval: the temperatures whose expectation is one quantile of its deviation away.
+    # The ends of the interval are the temperatures whose expected sum is one quantile from the observed sum.
     value = _solve(expected, observed)
     at = first.probs(value, rounded=True)
     mean = (at * score).sum(1, keepdims=True)
@@ -79,7 +79,7 @@ def estimate(
 
 
 def _solve(expected: Callable[[float], float], observed: float) -> float:
-    """Return the temperature at which the expected sum, which falls with it, is the observed one."""
+    """Return the temperature at which the expected sum equals the observed one; it falls with temperature."""
     low, high = _LOWEST, _HIGHEST
     for _ in range(40):
         middle = (low * high) ** 0.5

@@ -1,8 +1,8 @@
 """Tokens by their text, for servers that return text only.
 
-Tokens with the same text form one class, whose probability is the sum of theirs; that is exact for the first
-token of an answer. Spaces at the ends are dropped, since servers differ in them. So are characters of which a
-token has only a part.
+Tokens with the same text form one class; its probability is the sum of their probabilities, which is exact
+for the first token of an answer. Texts are compared without spaces at the ends, which depend on the server,
+and without incomplete characters, of which a token has only some bytes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from rlpipe.certify.reference import Model
 
-_PATHS = 32  # ways of a greedy answer that are followed at once
-_GAP = 1e-3  # logits that a float32 server may round differently
+_PATHS = 32  # maximum number of candidates of a greedy answer
+_GAP = 1e-3  # difference of logits that the rounding of a float32 server can explain
 
 
 def normalise(text: str) -> str:
-    """Return a text without what servers write differently."""
+    """Return a text without the parts that depend on the server."""
     return text.replace("\ufffd", "").strip()
 
 
 class Texts:
-    """Texts of the tokens of a tokenizer (`transformers`)."""
+    """The texts of the tokens of a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -39,26 +39,26 @@ class Texts:
         return np.array([self._numbers[text] for text in texts])
 
     def class_of(self, text: str) -> int:
-        """Return the class of an answer of one token; -1 where no token has that text."""
+        """Return the class of a one-token answer by its text; -1 if no token has that text."""
         return self._numbers.get(normalise(text), -1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the normalised text of tokens, special tokens left out."""
+        """Return the normalised text of tokens, without special tokens."""
         return normalise(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, as servers tokenise text."""
+        """Return the ids of a prompt text, tokenised as a server does it."""
         return list(self._tokenizer(text)["input_ids"])
 
     def ends(self, token: int) -> bool:
-        """Return whether an answer ends with that token."""
+        """Return whether a token ends an answer."""
         return token == self._tokenizer.eos_token_id
 
 
 def is_greedy_text(model: Model, prompt: Sequence[int], text: str, texts: Texts, tokens: int) -> bool:
-    """Return whether argmax gives a text, where tokens within rounding of the likeliest may take its place.
+    """Return whether greedy decoding can give a text, if rounding may replace the likeliest token.
 
-    tokens: that the answer has at most.
+    tokens: maximum number of tokens of the answer.
     """
     wanted, paths = normalise(text), [[]]
     for _ in range(tokens):
