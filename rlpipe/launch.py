@@ -385,7 +385,10 @@ def _checkpoints(config: Config, run_dir: Path) -> CheckpointStore:
 
 
 class ReinforcementLearning:
-    """The task `rl`, or one mode of it: a cluster and its controller. done: step of the newest checkpoint."""
+    """The task `rl` in any of its modes: runs a cluster and its controller.
+
+    done: step of the newest checkpoint, or None.
+    """
 
     def __init__(self, config: Config, run_dir: Path, done: int | None) -> None:
         self._config, self._run_dir = for_run_mode(config), run_dir
@@ -508,7 +511,7 @@ class ReinforcementLearning:
 
 
 def _prompt_stream(suite: Suite, seed: int) -> PromptStream:
-    """Return the training prompts, in the shares of a mixture or in the stages of a curriculum."""
+    """Return the training prompts: in the proportions of a mixture, or in the stages of a curriculum."""
     if isinstance(suite, MixtureSuite):
         return MixedPrompts(suite.train_sets(), seed)
     return PromptStream.of_stages(train_stages(suite), seed)

@@ -67,12 +67,12 @@ class SpecCounts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Sum accepted / sum proposed drafts; nan when nothing was drafted."""
+        """Return accepted / proposed draft tokens; nan if nothing was drafted."""
         return sum(self.accepted) / self.proposed if self.proposed else float("nan")
 
     @property
     def acceptance_length(self) -> float:
-        """1 + sum accepted / sum verify steps, in 1..gamma+1; nan without verify steps.
+        """Return 1 + accepted draft tokens / verify steps, in 1..gamma+1; nan without verify steps.
 
         >>> SpecCounts(drafted=[4, 3], accepted=[3, 1], verify_steps=4, proposed=8).acceptance_length
         2.0
@@ -404,13 +404,13 @@ class Trajectory(TokenColumns):
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest policy version among the sampled tokens; None when nothing was sampled."""
+        """Return the oldest policy version among the sampled tokens; None if nothing was sampled."""
         sampled = self.versions[self.versions >= 0]
         return int(sampled.min()) if len(sampled) else None
 
     @property
     def response_length(self) -> int:
-        """Number of sampled tokens."""
+        """Return the number of sampled tokens."""
         return int(np.count_nonzero(self.loss_mask))
 
 

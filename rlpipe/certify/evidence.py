@@ -11,7 +11,7 @@ from rlpipe.certify.dialects import Answer, Features
 from rlpipe.certify.reference import FirstRows, Rows
 from rlpipe.certify.statistics import Draws
 
-HEAD = 0.9  # cumulative probability of a row's likeliest tokens, its head; the others are its tail
+HEAD = 0.9  # cumulative probability of a row's head (its likeliest tokens); the other tokens are its tail
 _MAX_HEAD = 63
 _BANDS = (0.95, 0.99, 0.999)  # further boundaries in the tail
 

@@ -40,7 +40,7 @@ class Sizes:
     """Numbers of samples.
 
     samples: number of samples at temperature 1; half as many at the second temperature. tokens: length of a
-    sample; 0: two more than the first token that may follow a full step of accepted drafts, at least 6.
+    sample; 0: gamma + 4, at least 6, so that samples include tokens after a step with all drafts accepted.
     answers: number of answers for acceptance. greedy: number of answers per prompt at temperature 0.
     """
 

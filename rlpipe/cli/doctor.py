@@ -2,10 +2,11 @@
 
     rlpipe doctor [--json] [--config-dir DIR] [+recipe=NAME SETTING=VALUE ...]
 
-In a checkout `scripts/doctor` runs it with any Python 3.11 or 3.12, even before anything is installed; in a
-virtual environment it checks that environment. A checkout lists the tested versions; for an installed wheel
-`pip check` compares its packages. With the settings of a run it also prints the memory that each process will
-take. The exit status is 1 when a requirement is missing, or the run does not fit.
+In a checkout, `scripts/doctor` runs this module with any Python 3.11 or 3.12, even before anything is
+installed; in a virtual environment, it checks that environment. In a checkout, versions are compared with the
+tested ones; for an installed wheel, `pip check` compares them. With the settings of a run, the output
+includes the memory that each process needs. The exit status is 1 if a requirement is missing or the run does
+not fit.
 """
 
 import sys

@@ -114,7 +114,7 @@ class MathEpisode:
         info = {"submitted": True, "answer": answer[:200]}
         try:
             score = float(self._dataset.score_answer(answer, self._entry))
-        except Exception as error:  # the scorers of 100 data sets raise many kinds
+        except Exception as error:  # scorers raise many kinds of errors
             score, info["unreadable"] = 0.0, repr(error)[:200]
 
         return self._end(score, **info)

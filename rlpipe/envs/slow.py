@@ -33,7 +33,7 @@ class SlowSuite:
         return getattr(self._suite, name)
 
     def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode:
-        """Start an episode of the suite, slow or not."""
+        """Start an episode of the suite, and make it slow if the seed selects it."""
         with self._counting:
             self._attempts[instance_id] += 1
             start = self._attempts[instance_id]

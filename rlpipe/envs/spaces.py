@@ -73,7 +73,10 @@ def to_text(space: Any, value: object) -> str:
 
 
 def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
-    """Return the action that an answer names. If there is none, the ValueError has a text for the model."""
+    """Return the action that an answer names.
+
+    Raises ValueError with a text for the model if the answer names none.
+    """
     parts = _parts(space)
     lines = [line.strip() for line in text.splitlines() if line.strip()] if len(parts) > 1 else [text]
     if len(lines) != len(parts):

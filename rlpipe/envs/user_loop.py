@@ -44,7 +44,7 @@ class UserLoop:
             return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
 
     async def close(self) -> None:
-        """Cancel running coroutines and end the thread; a coroutine that never yields keeps its thread."""
+        """Cancel running coroutines and end the thread, unless a coroutine that never yields blocks it."""
         loop, self._loop = self._loop, None
         if loop is None:
             return

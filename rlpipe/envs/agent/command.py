@@ -160,7 +160,7 @@ class SandboxedCommand:
         if result.exit_code:
             why = f" ({result.exceeded})" if result.exceeded else ""
             error_text = error_text.strip() or result.output.strip()
-            last = error_text.rpartition("\n")[2]  # first, as long messages are cut at the end
+            last = error_text.rpartition("\n")[2]  # the error; first, because long messages are cut
             raise RuntimeError(
                 f"{self._words[0]} ended with status {result.exit_code}{why}: {last}\n"
                 f"{error_text[-_MAX_ERRORS:]}"

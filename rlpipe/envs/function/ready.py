@@ -185,7 +185,7 @@ def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> S
         try:
             return float(scorers[name](completion.strip() if answer is None else answer, entry))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError):
-            return 0.0  # the scorers of 100 data sets raise many kinds for unreadable answers
+            return 0.0  # scorers raise many kinds of errors for unreadable answers
 
     return score
 

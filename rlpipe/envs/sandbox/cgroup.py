@@ -1,10 +1,11 @@
 """Control groups of the kernel: limits on memory, processes and CPU that hold even in a burst.
 
 Owns the choice of controllers that this process may use, and the groups of one command. Version 2 is used if
-this process's group or one above it delegates its controllers; otherwise every version 1 hierarchy in which
-this process's group is writable. A group also counts memory that no process owns: tmpfs, pipes, page tables,
-socket buffers. Without controllers there are no groups, and only the monitor of processes limits memory.
-Imports only the standard library, since `scripts/doctor` runs this module before anything is installed.
+this process's group or one above it delegates its controllers. Otherwise, version 1 is used with every
+hierarchy in which this process's group is writable. A group also counts memory that no process owns: tmpfs,
+pipes, page tables, socket buffers. Without controllers there are no groups, and only the monitor of processes
+limits memory. Imports only the standard library, since `scripts/doctor` runs this module before anything is
+installed.
 """
 
 from __future__ import annotations

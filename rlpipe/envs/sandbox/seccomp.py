@@ -15,7 +15,7 @@ import errno
 import platform
 import struct
 
-_SAME_NUMBER = {  # calls of Linux 5.1 and later
+_SAME_NUMBER = {  # calls of Linux 5.1 and later, with the same number on every machine
     "io_uring_setup": 425,
     "io_uring_enter": 426,
     "io_uring_register": 427,
@@ -113,7 +113,7 @@ def program(machine: str | None = None) -> bytes:
 
 
 def _errno(name: str) -> int:
-    """Return the errno of a denied call; ENOTSUP for setxattr, after which programs that copy files go on."""
+    """Return the errno of a denied call: EPERM, or ENOTSUP for setxattr, which programs such as cp accept."""
     return errno.ENOTSUP if "setxattr" in name else errno.EPERM
 
 

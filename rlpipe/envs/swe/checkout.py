@@ -1,4 +1,4 @@
-"""Repositories of instances on this machine: `env.repos` has their git mirrors, a sandbox has a checkout.
+"""Repositories of instances on this machine: git mirrors in `env.repos`, and a checkout in each sandbox.
 
 Owns the search for a repository's mirror, and the sandbox that replaces an image if there are no containers.
 In the sandbox, a new repository has the files of `base_commit` as its only commit, so that the agent cannot

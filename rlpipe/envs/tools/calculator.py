@@ -1,4 +1,4 @@
-"""Evaluates arithmetic that a model wrote by walking its syntax tree; the text is never executed.
+"""Evaluates an arithmetic expression of the model from its syntax tree; the text is never executed.
 
 Results are exact, because numbers are fractions. The length of the text and the size of every intermediate
 result are limited.
