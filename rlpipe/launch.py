@@ -518,7 +518,7 @@ def _prompt_stream(suite: Suite, seed: int) -> PromptStream:
 
 
 def _dump(config: Config, done: int) -> Dump | None:
-    """Return the dump that this run reads, or writes from step `done` on; None if it has no dump.
+    """Return the dump that this run reads, or writes after step `done`; None if it has no dump.
 
     Raises ValueError if the dump does not fit the run.
     """

@@ -50,7 +50,7 @@ class TransformersModel:
         self.vocabulary = int(self._models[False].get_output_embeddings().weight.shape[0])
 
     def logits(self, ids: np.ndarray, keep: int, *, rounded: bool = False) -> np.ndarray:
-        """Return logits after the last `keep` of [n, T] ids, [n, keep, V] float32."""
+        """Return the logits after each of the last `keep` tokens of ids [n, T], as [n, keep, V] float32."""
         torch, model = self._torch, self._models[rounded and self.rounds]
         tokens, shared = torch.as_tensor(ids), _shared_prefix(ids, keep)
         with torch.inference_mode():

@@ -87,7 +87,7 @@ def rehearse(
 
     name, setting: value and name of the setting that selects the suite, for messages. turns: maximum number
     of turns of an episode (0: max_turns). budget_s: seconds after which no new call starts (0: no limit).
-    timeout_s: time limit of a call that is running then (0: none). prompts: checks what the model would read.
+    timeout_s: time limit of a call that is running at that time (0: none). prompts: checks the model's input.
     Raises ValueError if a check fails.
     """
     turns = min(turns or suite.max_turns, suite.max_turns)

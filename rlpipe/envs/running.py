@@ -23,7 +23,7 @@ def line_of_thread(thread: threading.Thread) -> str:
 
 
 def line_of_coroutine(coroutine: Coroutine[Any, Any, Any], thread: threading.Thread | None) -> str:
-    """Return "file:line" at which a coroutine waits, or of the user's code that blocks its event loop.
+    """Return the "file:line" at which a coroutine waits, or at which user code blocks its event loop.
 
     thread: the thread of the event loop.
     """

@@ -66,7 +66,7 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
 
 
 def _prediction(runs: Sequence[RunData]) -> Figure:
-    """Draw the teacher-forced prediction and the observed value on the same sequences, under rejection."""
+    """Plot predicted (teacher-forced) and observed acceptance under rejection, on the same sequences."""
     traces = []
     for n, run in enumerate(runs):
         for m, domain in enumerate(held_out(run)):

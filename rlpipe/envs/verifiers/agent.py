@@ -77,7 +77,7 @@ class TheModel:
         return Segment(messages=[node.message for node in self.trace.nodes[start:]])
 
     def _prompts(self) -> list[Any]:
-        """Return one system message that joins those of run, tools and task; empty if none has one."""
+        """Return a list with one system message that joins the texts of run, tools and task; [] if none."""
         from verifiers.v1.types import SystemMessage
 
         system = [m["content"] for m in opening("", self._config, self._served.schemas)[:-1]]
