@@ -205,7 +205,7 @@ def named_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 @runtime_checkable
 class CountsSandbox(Protocol):
-    """A suite that caches outcomes of its sandbox and counts the cache hits. Suites need not implement this."""
+    """A suite that caches outcomes of its sandbox and counts cache hits. Suites need not implement this."""
 
     def sandbox_counts(self) -> tuple[int, int]:
         """Return (number of reused outcomes, number of all outcomes) since the start."""
