@@ -34,7 +34,7 @@ BLOCK = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MET_GOAL = re.compile(r"\s*Goal: [^*]*\*\*met\*\*\.")
 HEAD = """# Benchmarks
 
-What was measured, with its conditions. "Two cores" are two cores of a virtual machine, on which the same run
+Measurements and their conditions. "Two cores" are two cores of a virtual machine, on which the same run
 can differ by a tenth. Goals are named only where they were missed. Each answer links to its command and
 result file in the [full log](developer/benchmark_log.md), which also has the smaller questions and all goals.
 """

@@ -100,7 +100,8 @@ def server_plugin(r: Any) -> str:
     held = ratios.get("8", 0) >= 1.15 and min(ratios.values()) >= 1
     return (
         table(head, rows)
-        + f"\n\nMedian and range of waves in turns; load average {r['machine']['load']:.1f} at the end. "
+        + "\n\nMedian and range over repeated batches, with the arms in alternation; load average "
+        + f"{r['machine']['load']:.1f} at the end. "
         + goal(held, "1.15 at batch 8, never below 1")
     )
 
@@ -158,9 +159,9 @@ def drafts_pay(r: Any) -> str:
     one = [best for (batch, _), (best, _) in ratios.items() if batch == "1"]
     four = [best for (batch, _), (best, _) in ratios.items() if batch == "4"]
     adaptive = [value for _, value in ratios.values()]
-    goals = [goal(min(one) >= 1.3, f"1.3 at batch 1 (least {min(one):.2f})")] if one else []
-    goals += [goal(min(four) >= 1.1, f"1.1 at batch 4 (least {min(four):.2f})")] if four else []
-    goals.append(goal(min(adaptive) >= 0.99, f"adaptive never below .99 (least {min(adaptive):.2f})"))
+    goals = [goal(min(one) >= 1.3, f"1.3 at batch 1 (lowest: {min(one):.2f})")] if one else []
+    goals += [goal(min(four) >= 1.1, f"1.1 at batch 4 (lowest: {min(four):.2f})")] if four else []
+    goals.append(goal(min(adaptive) >= 0.99, f"adaptive never below .99 (lowest: {min(adaptive):.2f})"))
     head = ["batch", "temperature", "best gamma, over none", "adaptive, over none", "acceptance by depth"]
     return table([*head, "acceptance that this gamma needs"], rows) + "\n\n" + " ".join(goals)
 
