@@ -1,7 +1,7 @@
 """Traces of demonstrators of mixed quality, in the format of the hermes parser.
 
-Owns what each demonstrator writes. The tools themselves compute their answers, so a trace shows what the
-environment would have shown. The model of this recipe imitates these traces.
+This module defines what each demonstrator writes. The real tools compute the results, so a trace shows what
+the environment would have shown. The model of this recipe imitates these traces.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Demonstrator(StrEnum):
 
     CAREFUL = "careful"  # search, read, for each fact; calculate; answer
     PROGRAMMER = "programmer"  # the same, computing with a Python program
-    RETRY = "retry"  # a malformed call first, then as careful
+    RETRY = "retry"  # a malformed call first, then like CAREFUL
     HASTY = "hasty"  # searches for half of the question and reads the first result
     IN_THE_HEAD = "in_the_head"  # reads everything and guesses the result
     AT_ONCE = "at_once"  # guesses without looking
 
 
 def tool_call(name: str, **arguments: str) -> str:
-    """A call as text.
+    """Return a call as text.
 
     >>> tool_call("read", document="store")
     '<tool_call>{"name": "read", "arguments": {"document": "store"}}</tool_call>'
@@ -41,7 +41,7 @@ def tool_call(name: str, **arguments: str) -> str:
 
 
 def demonstrate(rng: random.Random, instance: Instance, who: Demonstrator) -> Messages:
-    """The conversation of one demonstrator with an instance, the question first, the answer last."""
+    """Return the conversation of one demonstrator with an instance, from the question to the answer."""
     messages = [{"role": "user", "content": instance.question}]
     if who is Demonstrator.AT_ONCE:
         return [*messages, _said(str(rng.randint(2, 99)))]
@@ -70,7 +70,7 @@ def demonstrate(rng: random.Random, instance: Instance, who: Demonstrator) -> Me
 
 
 def _terms(instance: Instance, values: list[int]) -> list[str]:
-    """Return the expression with the values that were read, which replace its last numbers."""
+    """Return the expression with its last numbers replaced by the values that were read."""
     numbers = range(0, len(instance.terms), 2)
     terms = list(instance.terms)
     for place, value in zip(numbers[len(numbers) - len(values) :], values, strict=True):
@@ -87,7 +87,7 @@ def _said(text: str) -> dict[str, str]:
 
 
 def _act(messages: Messages, instance: Instance, action: str) -> None:
-    """Return one turn and the environment's reply. Python is computed here (tested against the sandbox)."""
+    """Return a turn and the environment's reply. Python runs in this process (tested against the sandbox)."""
     try:
         (call,) = parse_turn(action, ToolParser.HERMES).calls
         if call.name == ToolName.PYTHON:

@@ -2,11 +2,11 @@
 
     python -m recipes.agent_rl.make_model [--run-dir runs/tiny_tools]
 
-Three stages from models/tiny: `skill` (careful traces), `imitation` (demonstrators of mixed quality, the
-behaviour that RL then selects from), `mtp` (the draft layer is trained again on the frozen backbone). The
-result is RUN_DIR/model. An interrupted run continues when started again.
+There are three stages, starting from models/tiny: `skill` (careful traces), `imitation` (demonstrators of
+mixed quality, from whose behaviours RL then selects), `mtp` (the draft layer is trained again on the frozen
+backbone). The result is RUN_DIR/model. An interrupted run continues when started again.
 
-The tokenizer gets nine added tokens for the frame of a call, as Qwen's has <tool_call>. They fill the rows
+The tokenizer gets nine added tokens for the markers of a call, such as Qwen's <tool_call>. They use the rows
 that pad the embedding to a multiple of 16, so no shape changes. The chat template shows each tool by its
 signature.
 """
@@ -81,7 +81,7 @@ def signatures() -> str:
 
 
 def extended(base: Path) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
-    """The tokenizer of the base model with ADDED, as it is saved and as it is used."""
+    """Return the base model's tokenizer with the tokens ADDED: the form to save, and the form to use."""
     bpe, tokenizer = Tokenizer.from_file(str(base / "tokenizer.json")), AutoTokenizer.from_pretrained(base)
     for one in (bpe, tokenizer.backend_tokenizer):
         one.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED])
@@ -91,7 +91,7 @@ def extended(base: Path) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
 def traces(
     settings: Settings, stage: StageConfig, tokenizer: PreTrainedTokenizerBase, part: int
 ) -> list[Trace]:
-    """One trace per instance, its demonstrator sampled from the stage's mix. part: selects a stream."""
+    """Make one trace per instance, by a demonstrator sampled from the stage's mix. part: selects a stream."""
     rng = random.Random(settings.seed * 10 + part)
     kinds, weights = [Demonstrator(kind) for kind in stage.mix], list(stage.mix.values())
     first = FIRST * (1 + part)

@@ -1,7 +1,7 @@
 """Reward, turns and acceptance by step of this recipe, on all kinds of question and on one kind.
 
-Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` next to this file. Finished
-runs are not repeated; interrupted runs are resumed.
+Starts the runs that are missing under `--runs`, then writes `results.json` and `curves.svg` next to this
+file. Finished runs are not repeated; interrupted runs are resumed.
 
     python recipes/agent_rl/study.py [--runs runs/agent_rl_study] [--seeds 0] [--steps 40] [key=value ...]
 """
@@ -26,7 +26,7 @@ COLOURS = {"all": "#0072B2", "value": "#D55E00"}
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """Figures of a run: validation by set; reward, turns and acceptance length by step."""
+    """Return figures of a run: validation by set; reward, turns and acceptance length by step."""
     lines, steps = records(directory)
     return {
         **by_step(steps),
@@ -36,7 +36,7 @@ def measured(directory: Path) -> dict[str, Any]:
 
 
 def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """Left: reward on new questions and in training batches. Right: turns, and acceptance length."""
+    """Plot reward on new questions and in training batches (left), turns and acceptance length (right)."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -60,7 +60,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    """Run what is missing, measure, write."""
+    """Start the missing runs, measure, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,12 +6,12 @@ Trains what is missing, then measures every arm with the workloads of scripts/be
 files are those of recipes/mtp_adapt/study.py: finished runs are not repeated, interrupted runs are resumed.
 
     none, suffix             nothing is trained
-    DRAFTER/warm-up          --warm-steps of --warm-loss from an untrained drafter; its other arms start there
-    DRAFTER/OBJECTIVE        --steps of hard_ce, kl or e2e_tv from the warm-up
+    DRAFTER/warm-up          --warm-steps steps of --warm-loss, untrained at first; its other arms start there
+    DRAFTER/OBJECTIVE        --steps steps of hard_ce, kl or e2e_tv from the warm-up
     DRAFTER/OBJECTIVE+ppow   the first half of the steps of that arm, then as many steps of PPOW
 
 All arms learn from the same rollouts of the frozen model. The number of steps is equal but their cost is not:
-a step of PPOW also runs the target on its windows. Learning rates are given, not searched.
+a step of PPOW also runs the target on its windows. Learning rates are arguments and are not searched.
 
 Each arm decodes in its own process, and the arms take turns. All errors are clustered by conversation, and
 differences are paired by conversation. With one seed they do not cover the variation between seeds.
@@ -55,15 +55,15 @@ TRAINING += ("mtp_lr", "eagle3_lr", "ppow_lr")
 
 
 class DrafterStudy(adaptation.Study):
-    """Its warm-up and runs, for both drafters."""
+    """The warm-up and the runs of this study, for both drafters."""
 
     def evaluation(self) -> list[str]:
-        """Evaluate briefly: the arms are measured together when all are trained."""
+        """Return a short evaluation: the arms are measured together when all are trained."""
         found = [f"adapt.in_domain=[{adaptation.SELECTION}]", "adapt.out_of_domain=[]"]
         return [*found, "adapt.eval_modes=[rejection]", "adapt.eval_prompts=4", "adapt.eval_samples=1"]
 
     def trained(self, arm: str, seed: int) -> Path:
-        """Return what an arm drafts with, trained if missing: a model, or an EAGLE-3 draft's directory."""
+        """Return the model or EAGLE-3 directory that an arm drafts with; train it if it is missing."""
         drafter, objective = arm.split("/")
         kind, steps = objective.removesuffix(PPOW), self.args.steps
         if kind == WARM_UP:
@@ -79,7 +79,7 @@ class DrafterStudy(adaptation.Study):
         return run / product(drafter)
 
     def _start(self, drafter: str) -> Path:
-        """The warm-up that all arms of a drafter start from."""
+        """Return the warm-up that all arms of a drafter start from; train it if it is missing."""
         args = self.args
         if drafter == "mtp":
             return self.warm() / product(drafter)
@@ -96,7 +96,7 @@ class DrafterStudy(adaptation.Study):
     def _learn(
         self, name: str, start: Path, drafter: str, objective: list[str], seed: int, steps: int
     ) -> Path:
-        """Train some steps of an objective from the draft in `start`."""
+        """Train the draft in `start` for some steps of an objective."""
         if drafter == "mtp":
             settings = [f"model.path={start}"]
         else:
@@ -112,14 +112,14 @@ def product(drafter: str) -> str:
 
 
 def engine_of(arm: str, trained: Path | None, args: argparse.Namespace) -> tuple[Path, SpecConfig]:
-    """Model and drafting of an arm."""
+    """Return an arm's model and its drafting settings."""
     drafter, model = arm.split("/")[0], resolve(args.model)
     spec = bench.spec_of(drafter, args.gamma, trained if drafter == "eagle3" else None)
     return (trained if drafter == "mtp" and trained else model), spec
 
 
 def measure(engines: dict[str, tuple[Path, SpecConfig]], args: argparse.Namespace) -> dict[str, Any]:
-    """By cell and arm: speeds of each repeat, and counts of each conversation."""
+    """Return by cell and arm the speed of each repeat and the counts of each conversation."""
     makers = {
         arm: partial(rollout_speed.EngineArm, model, spec, args.eval_batch, args.threads, "float32")
         for arm, (model, spec) in engines.items()
@@ -150,7 +150,7 @@ def joined(several: list[dict[str, Any]]) -> dict[str, Any]:
 def step_seconds(
     engines: dict[str, tuple[Path, SpecConfig]], args: argparse.Namespace
 ) -> dict[str, dict[tuple[int, int], float]]:
-    """Seconds of a decode step by (batch, gamma) for each drafter: the costs that adaptive gamma uses."""
+    """Return each drafter's seconds per decode step by (batch, gamma), as used by adaptive gamma."""
     spawn, found = multiprocessing.get_context("spawn"), {}
     for arm, engine in engines.items():
         drafter = arm.split("/")[0]
@@ -174,10 +174,11 @@ def least_step_seconds(
 
 
 def price(seconds: dict[str, dict[tuple[int, int], float]], gamma: int) -> dict[str, dict[str, Any]]:
-    """By drafter and batch, in units of a decode step without drafts: `step` of gamma drafts, and its parts.
+    """Return by drafter and batch the cost of a `step` with gamma drafts, and of its parts.
 
-    step = gamma draft + verify (`recipes.theory.step_cost`). A lookup runs no model, so its step is `verify`.
-    What another drafter's step takes beyond that is the cost of gamma drafts.
+    The unit is a decode step without drafts. step = gamma draft + verify (`recipes.theory.step_cost`). A
+    lookup runs no model, so its step is `verify`. Another drafter's step minus `verify` is the cost of gamma
+    drafts.
 
     >>> suffix, mtp = {(1, 0): 2.0, (1, 3): 3.0}, {(1, 0): 2.0, (1, 3): 4.5}
     >>> price({"suffix": suffix, "mtp": mtp}, 3)["mtp"]["1"]
@@ -194,12 +195,12 @@ def price(seconds: dict[str, dict[tuple[int, int], float]], gamma: int) -> dict[
 
 
 def by_conversation(counts: list[SpecCounts]) -> Counts:
-    """The counts in the form that `rlpipe.adapt.estimates` reads."""
+    """Return the counts in the form that `rlpipe.adapt.estimates` reads."""
     return {str(n): PromptCounts(spec=mine) for n, mine in enumerate(counts) if mine.verify_steps}
 
 
 def compared(arms: list[str]) -> list[tuple[str, str]]:
-    """Pairs of arms whose difference is reported.
+    """Return the pairs of arms whose difference is reported.
 
     >>> compared(["mtp/hard_ce", "mtp/kl", "mtp/kl+ppow"])
     [('mtp/kl', 'mtp/hard_ce'), ('mtp/kl+ppow', 'mtp/kl')]
@@ -214,7 +215,7 @@ def compared(arms: list[str]) -> list[tuple[str, str]]:
 
 
 def summarise(measured: dict[str, Any], gamma: int) -> dict[str, Any]:
-    """By cell: figures of every arm with errors, and differences of acceptance length and rate."""
+    """Return by cell the figures of every arm with errors, and differences of acceptance length and rate."""
     figures, found = [LENGTH, RATE, *(f"{RATE}/depth_{k}" for k in range(1, gamma + 1))], {}
     for cell, arms in measured.items():
         rows, counts = {}, {arm: by_conversation(mine) for arm, (_, mine) in arms.items()}
@@ -267,7 +268,7 @@ def markdown(results: dict[str, Any], gamma: int, seeds: list[int]) -> str:
 
 
 def with_error(value: list[float | None], sign: str = "") -> str:
-    """A figure and its standard error."""
+    """Format a figure and its standard error."""
     return "–" if value[0] is None else f"{value[0]:{sign}.3f} ± {value[1] or 0:.3f}"
 
 
@@ -318,7 +319,7 @@ def keep_settings(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train what is missing, measure, write."""
+    """Train the missing arms, measure all, and write the results."""
     args, load = arguments(), os.getloadavg()
     keep_settings(args)
     study = DrafterStudy(runs=args.runs.resolve(), args=args)

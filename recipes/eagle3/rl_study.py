@@ -7,7 +7,7 @@
             acceptance at the deepest draft is used
 3 cells     each seed with the draft frozen (draft.train=off) and co-trained (online), from the same draft
 
-Drafting is lossless in both arms, so the policies differ only by chance. Acceptance by depth is counted over
+Decoding is lossless in both arms, so the policies differ only by chance. Acceptance by depth is counted over
 the second half of the steps: accepted / reached. The difference is taken within a seed; its interval is
 Student's over seeds. Writes rl_results.json next to this file; finished runs are not repeated.
 """
@@ -29,7 +29,7 @@ SWEEP_SEED, DRAFT_SEED = 1000, 1001
 
 
 def acceptance(directory: Path, gamma: int) -> dict[str, float]:
-    """Acceptance by depth and acceptance length over the second half of a run's steps, from summed counts."""
+    """Return acceptance by depth and acceptance length, from counts of the second half of a run's steps."""
     _, steps = records(directory)
     kept = [0] * (gamma + 1)
     for step in steps[len(steps) // 2 :]:
@@ -41,7 +41,7 @@ def acceptance(directory: Path, gamma: int) -> dict[str, float]:
 
 
 def plain(differences: list[float]) -> dict[str, object]:
-    """Mean and half width of the interval over seeds."""
+    """Return the mean and the half width of the interval over seeds."""
     found = over_seeds(differences)
     return {
         "mean": round(found.value, 4),
@@ -51,7 +51,7 @@ def plain(differences: list[float]) -> dict[str, object]:
 
 
 def study(args: argparse.Namespace, draft_steps: int) -> dict[str, object]:
-    """All stages for one draft."""
+    """Run all stages for one draft."""
     folder = args.runs / f"draft_{draft_steps}"
     options = [f"run.seed={DRAFT_SEED}", f"run.steps={draft_steps}", f"spec.gamma={args.gamma}"]
     options += ["adapt.batch=8", "adapt.prompts=64", "adapt.out_of_domain=[]", "adapt.eval_first=false"]
@@ -87,7 +87,7 @@ def study(args: argparse.Namespace, draft_steps: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run what is missing; write and print the results after each draft."""
+    """Start the missing runs; write and print the results after each draft."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/eagle3_rl"))
     parser.add_argument("--draft-steps", type=int, nargs="+", default=[40, 200])

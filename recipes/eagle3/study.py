@@ -10,9 +10,9 @@ real generation on held-out prompts. Finished runs are not repeated. Arms:
     top         only features of the last layer
     small_vocab the 256 most frequent tokens
 
-Writes results.json and table.md: acceptance by depth (given that the depth before was accepted), and its
-difference to `eagle3`, paired by prompt, with standard errors clustered by prompt. The errors do not cover
-the variation between seeds.
+Writes results.json and table.md: acceptance by depth (given that the depth before was accepted), and the
+difference of each arm from `eagle3`, paired by prompt, with standard errors clustered by prompt. The errors
+do not cover the variation between seeds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BASELINE = "eagle3"
 
 
 def arms(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Overrides of each arm."""
+    """Return the overrides of each arm."""
     top = int(read_config(resolve(args.model))["num_hidden_layers"]) - 1
     test = [f"draft.depths={args.gamma}"]
     return {
@@ -60,7 +60,7 @@ def train(study: adaptation.Study, arm: str, seed: int) -> Evaluation:
 
 
 def table(cells: dict[str, list[Evaluation]]) -> dict[str, Any]:
-    """By domain and arm: figures, and differences to the baseline where it was run."""
+    """Return figures by domain and arm, and differences from the baseline if it was run."""
     found: dict[str, Any] = {}
     some = next(iter(cells.values()))[0]
     figures = [LENGTH, RATE, *(f"{RATE}/depth_{k}" for k in range(1, some.gamma + 1))]
@@ -79,7 +79,7 @@ def table(cells: dict[str, list[Evaluation]]) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any], gamma: int) -> str:
-    """A table for each domain."""
+    """Format a table for each domain."""
     lines = []
     for domain, rows in found.items():
         depths = [f"{RATE}/depth_{k}" for k in range(1, gamma + 1)]
@@ -99,7 +99,7 @@ def markdown(found: dict[str, Any], gamma: int) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then write the two files."""
+    """Start the missing runs, then write the two files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

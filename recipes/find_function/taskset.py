@@ -20,13 +20,13 @@ NAMES = re.findall(
 
 
 class FunctionData(vf.TaskData):
-    """A function to find."""
+    """The data of a task: the function to find."""
 
     function: str
 
 
 class Find(vf.Task[FunctionData]):
-    """Names the function in a search by grep."""
+    """Task: search by grep for the definition of a function."""
 
     @vf.reward(weight=0.9)
     async def names_it(self, task: FunctionData, trace: vf.Trace) -> float:
@@ -45,7 +45,7 @@ class Find(vf.Task[FunctionData]):
 
 
 class Functions(vf.Taskset[Find]):
-    """A task for each name."""
+    """A taskset with one task for each function name."""
 
     def load(self) -> Iterator[Find]:
         """Yield the tasks."""

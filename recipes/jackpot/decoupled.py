@@ -1,8 +1,8 @@
 """A policy trained from a smaller model's rollouts (decoupled actor): OBRS and TIS against on-policy.
 
-Runs what is missing under `--runs`, then writes `decoupled.json` (and `decoupled.svg` where matplotlib is
-installed) next to this file and prints the table. Finished runs are not repeated; unfinished runs start from
-the beginning.
+Starts the runs that are missing under `--runs`, then writes `decoupled.json` (and `decoupled.svg` where
+matplotlib is installed) next to this file and prints the table. Finished runs are not repeated; unfinished
+runs start from the beginning.
 
     python recipes/jackpot/decoupled.py [key=value ...] [--runs runs/jackpot_decoupled] [--seeds 0]
         [--arms obrs tis on_policy] [--steps 30]
@@ -10,7 +10,8 @@ the beginning.
 All arms train models/tiny with the same settings, synchronously; validation runs the policy, never the actor.
 obrs and tis generate with models/tiny_actor, which learns by PPO and distillation (`+recipe=jackpot`). In
 on_policy the policy itself generates. Further arms: none (no correction, only the actor's KL: "Only reverse
-KL" of Jackpot Table 1), obrs_fixed (its actor does not learn), and small (only the actor is trained).
+KL" of Jackpot Table 1), obrs_fixed (obrs with an actor that does not learn), and small (only the actor is
+trained).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from study import legend, mean_of, play, records, rounded, validation
 
 HERE = Path(__file__).resolve().parent
 BASE = [
-    "pipeline.max_staleness=0",  # the only mismatch is that of the two models
+    "pipeline.max_staleness=0",  # the only mismatch is the one between the two models
     "env.held_out_files=[shipped:data/swe/held_instances.jsonl]",
     "cluster=inline",  # synchronous: rollout and trainer take turns anyway
     "run.resume=never",
@@ -57,7 +58,7 @@ FIGURES = {
 
 
 def curve(directory: Path) -> dict[str, object]:
-    """Validation rewards and training figures of a run, by step; null where there is no measurement."""
+    """Return validation rewards and training figures of a run by step; null where nothing was measured."""
     lines, steps = records(directory)
     validated = validation(lines)
     figures: dict[str, object] = {
@@ -71,7 +72,7 @@ def curve(directory: Path) -> dict[str, object]:
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
-    """A row for each run: rewards before and after, divergences of policy and actor at both ends."""
+    """Format a row per run: rewards, and divergences of policy and actor, at the start and at the end."""
     lines = [
         "| run | before | after | KL(p‖q), first 5 steps | last 5 | overlap, last 5 | accepted | KL before "
         "| KL after | sample size |",
@@ -116,7 +117,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
 
 
 def main() -> None:
-    """Run, collect, draw."""
+    """Run, collect the results, and draw them."""
     parser = argparse.ArgumentParser(description="A policy trained from a smaller model's rollouts.")
     parser.add_argument("--runs", type=Path, default=Path("runs/jackpot_decoupled"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -1,9 +1,9 @@
 """OBRS on simulated next-token distributions: Jackpot's Fig. 2 (a, b), and Z from few candidates.
 
-Targets are samples of Dirichlet distributions from nearly certain to flat, as a language model's are from
-token to token. The rollout's distribution is the target with one of two kinds of noise, since the figure
-depends on the kind: noise in the logits (a model that drifted or a different one) and a mixture with an
-independent sample.
+Targets are sampled from Dirichlet distributions. They range from nearly certain to flat, as the distributions
+of a language model do from token to token. The rollout's distribution is the target with one of two kinds of
+noise, because the figure depends on the kind: noise in the logits (as of a model that drifted, or of a
+different model), or a mixture with an independent sample.
 
     python recipes/jackpot/simulate.py [--out recipes/jackpot]
 
@@ -35,7 +35,7 @@ REPEATS = 400  # batches of ROWS tokens sampled, for the noise of kappa
 
 
 def dirichlet(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Log-probabilities [rows, VOCAB] of symmetric Dirichlets, concentration log-uniform in 0.3 to 60."""
+    """Sample log-probabilities [rows, VOCAB] of symmetric Dirichlets; concentrations are log-uniform, 0.3 to 60."""
     spread = torch.rand(rows, 1, generator=generator, dtype=torch.float64)
     alpha = (math.log(0.3 / VOCAB) + spread * math.log(200)).exp().expand(rows, VOCAB)
     # in logs, since Gamma(alpha) underflows: G(alpha) = G(alpha + 1) U^(1 / alpha)
@@ -45,7 +45,7 @@ def dirichlet(rows: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def rollout_of(target: torch.Tensor, kind: str, level: float, generator: torch.Generator) -> torch.Tensor:
-    """The rollout's log-probabilities [rows, VOCAB]."""
+    """Return the rollout's log-probabilities [rows, VOCAB]: the target with noise of one kind."""
     if kind == "logits":
         noise = torch.randn(target.shape, generator=generator, dtype=torch.float64)
         return (target + level * noise).log_softmax(-1)
@@ -54,7 +54,7 @@ def rollout_of(target: torch.Tensor, kind: str, level: float, generator: torch.G
 
 
 def contraction(generator: torch.Generator) -> list[dict[str, object]]:
-    """Acceptance and KL before and after, by kind and level of the noise and by lambda (means over rows)."""
+    """Compute acceptance and KL before and after, by kind and level of noise and lambda (means over rows)."""
     table = []
     for kind, levels in NOISE.items():
         for level in levels:
@@ -74,7 +74,7 @@ def contraction(generator: torch.Generator) -> list[dict[str, object]]:
 
 
 def estimates(target: torch.Tensor, rollout: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """Return Z [rows] from candidates: the paper's union, the rollout's top-k, and top-k with the rest."""
+    """Estimate Z [rows] from three sets: the paper's union, the rollout's top-k, top-k with a remainder."""
     theirs, ours = rollout.topk(k, -1).indices, target.topk(k, -1).indices
     lower, upper = normalizer_bounds(target.gather(-1, theirs), rollout.gather(-1, theirs), 1.0)
     union = torch.zeros_like(target).scatter(-1, theirs, 1).scatter(-1, ours, 1)
@@ -83,9 +83,9 @@ def estimates(target: torch.Tensor, rollout: torch.Tensor, k: int) -> dict[str, 
 
 
 def normalizers(generator: torch.Generator) -> list[dict[str, object]]:
-    """Bias and error of each estimate of Z, before and after calibration, at lambda 1.
+    """Compute bias and error of each estimate of Z, before and after calibration, at lambda 1.
 
-    errors are of one token's Z: root mean square over rows (and, calibrated, over batches).
+    An error is that of one token's Z: the root mean square over rows (after calibration also over batches).
     """
     target = dirichlet(ROWS, generator)
     rollout = rollout_of(target, "logits", GAP, generator)
@@ -168,7 +168,7 @@ def rounded(value: object) -> object:
 
 
 def main() -> None:
-    """Simulate, write, draw."""
+    """Simulate, write the results, and draw them."""
     parser = argparse.ArgumentParser(description="Jackpot's Fig. 2 and the top-k normaliser, simulated.")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""How far from the present policy of SmolLM2 do corrections leave a stale one, computed exactly?
+"""How far from SmolLM2's current policy is a stale policy after each correction? Computed exactly.
 
     python -m recipes.smollm_adapt.replay
     python -m recipes.jackpot.smollm [--runs runs/smollm_rl] [--out recipes/jackpot]
@@ -6,7 +6,7 @@
 The rollout's distribution q is a policy some updates before the end of a run of smollm_rl; the target's
 distribution p is the last policy (`recipes.smollm_adapt.policies`). At each token of q's answers both
 distributions are known over the whole vocabulary. A correction accepts a sampled token x with probability
-a(x) and weights it by w(x). The loss therefore sees, instead of p, the measure
+a(x) and weights it by w(x). So instead of p, the loss sees the measure
 
     m(x) = q(x) a(x) w(x),    M = sum_x m(x)
 
@@ -18,10 +18,11 @@ a(x) and weights it by w(x). The loss therefore sees, instead of p, the measure
     reweighting only a = 1,               w = min(Z max(1, p / q), 3)
     OBRS             a = min(1, p / q),   w = min(Z max(1, p / q), 3)    Jackpot Eq. 3, 5; Z = sum min(p, q)
 
-bias is the total variation between m / M and p: the largest error of a loss at a context when advantages are
-within one. share is M^2 / sum q a w^2: the number of tokens of p that a sampled token is worth. uneven is the
-standard deviation of M over contexts divided by its mean, as M is the weight of a context. No learning is
-measured. The unit of every interval is the RL run (Student's, 95%). Writes smollm.json and smollm.svg.
+`bias` is the total variation between m / M and p: the largest error of the loss at a context if advantages
+differ by at most one. `share` is M^2 / sum q a w^2: the number of tokens of p that a sampled token is worth.
+`uneven` is the standard deviation of M over contexts divided by its mean; M is the weight of a context. No
+learning is measured. The unit of every interval is the RL run (Student's, 95%). Writes smollm.json and
+smollm.svg.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TIS, C1 = 2.0, 3.0  # bounds, the defaults of rlpipe
 
 
 def corrections(log_p: Tensor, log_q: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return a and w of every token, [N, V] each, of each correction."""
+    """Return, for each correction, a and w of every token, [N, V] each."""
     z = torch.minimum(log_p, log_q).exp().sum(-1, keepdim=True)
     accept, one = acceptance(log_p, log_q, 1.0), torch.ones_like(log_p)
     weight = reweight(log_p, log_q, z=z, lam=1.0).clamp(max=C1)
@@ -79,7 +80,7 @@ def measure(log_p: Tensor, log_q: Tensor) -> dict[str, dict[str, Tensor]]:
 def contexts(texts: Sequence[Text], again: Sequence[Text], heads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield log p and log q [n, V] of each answer, at the positions that predict a sampled token.
 
-    texts, again: the same answers as read by q and by p. heads: of q and of p.
+    texts, again: the same answers, read by q and by p. heads: the output heads of q and of p.
     """
     for text, other in zip(texts, again, strict=True):
         before = text.sampled[1:].nonzero().flatten()
@@ -129,7 +130,7 @@ def summary(by_age: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def draw(table: dict[str, Any], out: Path) -> None:
-    """Plot the bias that a correction leaves over what its tokens are worth, by age."""
+    """Plot each correction's bias against its share, by age."""
     from matplotlib.figure import Figure
 
     from recipes.runs import save
@@ -147,7 +148,7 @@ def draw(table: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    """Measure, write, draw."""
+    """Measure, write the results, and draw them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,18 @@
 """Corrections under staleness, without PPO's clip: none, TIS, TIS adjusted, OBRS; several seeds each.
 
-Rollouts decode with weights `staleness` optimizer steps old (`injection.stale_steps`), in addition to the
-steps that a batch itself makes. Runs what is missing under `--runs`, then writes `staleness.json` (and
-`staleness.svg` where matplotlib is installed) next to this file and prints the table. Finished runs are not
-repeated; unfinished runs start from the beginning, because a checkpoint holds no old weights.
+Rollouts decode with weights that are `staleness` optimizer steps old (`injection.stale_steps`), in addition
+to the steps that a batch itself makes. The script starts the runs that are missing under `--runs`, then
+writes `staleness.json` (and `staleness.svg` where matplotlib is installed) next to this file and prints the
+table. Finished runs are not repeated; unfinished runs start from the beginning, because a checkpoint has no
+old weights.
 
     python recipes/jackpot/study.py [key=value ...] [--runs runs/jackpot_study] [--seeds 0 1 2]
         [--staleness 16 64] [--arms none tis tis_adjusted obrs] [--steps 192]
 
-The difference from the paper's Tables 3 and 7: there a batch is cut into 64 or 128 optimizer steps, and its
-last step is that stale. Here every token is equally stale, and a batch makes `MINIBATCHES` steps. These steps
-are what distinguishes TIS (weight towards the policy at the start of the batch, times PPO's ratio) from TIS
-adjusted (weight towards the current policy, no ratio).
+The setting differs from the paper's Tables 3 and 7. There a batch is cut into 64 or 128 optimizer steps, so
+that only its last step is so stale. Here every token is equally stale, and a batch makes `MINIBATCHES` steps.
+Only because of these steps does TIS (weight towards the policy at the start of the batch, times PPO's ratio)
+differ from TIS adjusted (weight towards the current policy, no ratio).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MINIBATCHES = 8  # optimizer steps of a training step
 BASE = [
     f"algo.minibatches={MINIBATCHES}",
     f"pipeline.prompts_per_step={MINIBATCHES}",
-    "pipeline.max_staleness=0",  # all staleness is the injected one
+    "pipeline.max_staleness=0",  # only the injected staleness
     *(f"algo.{bound}=1e9" for bound in ("clip_low", "clip_high", "clip_dual")),
     "run.resume=never",
     "run.save_every=0",
@@ -46,7 +47,7 @@ ARMS = {
     "tis_adjusted": ["algo.correction=tis_token", "algo.proximal=current"],
     "obrs": ["algo.correction=obrs", "algo.proximal=current"],
 }
-ON_POLICY = "on_policy"  # no staleness, no correction: the baseline of the others
+ON_POLICY = "on_policy"  # no staleness, no correction: the baseline
 FIGURES = {
     "train_reward": "critic/rewards/mean",
     "entropy": "rollout/entropy",
@@ -62,7 +63,7 @@ FIGURES = {
 
 
 def curve(directory: Path) -> dict[str, object]:
-    """Validation reward and training figures of a run, by optimizer step; null where not measured."""
+    """Return validation reward and training figures of a run by optimizer step; null where not measured."""
     lines, steps = records(directory)
     validated = [[step * MINIBATCHES, reward] for step, reward, _ in validation(lines)]
     rewards = [reward for _, reward in validated]
@@ -83,7 +84,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
-    """One row for each staleness and arm: means over seeds, and the standard deviation of the last reward."""
+    """Format a row for each staleness and arm: means over seeds, standard deviation of the last reward."""
     cells: dict[str, list[dict[str, object]]] = {}
     for name, result in results.items():
         cells.setdefault(name.rpartition("-")[0], []).append(result)
@@ -137,7 +138,7 @@ def draw(results: dict[str, dict[str, object]], staleness: list[int], out: Path)
 
 
 def plan(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Name ("staleness-arm-seed") and overrides of every run."""
+    """Return name ("staleness-arm-seed") and overrides of every run."""
     runs = {}
     length = f"run.steps={args.steps // MINIBATCHES}"
     for seed in args.seeds:
@@ -151,7 +152,7 @@ def plan(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run, collect, draw."""
+    """Run, collect the results, and draw them."""
     parser = argparse.ArgumentParser(description="Corrections under injected staleness.")
     parser.add_argument("--runs", type=Path, default=Path("runs/jackpot_study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -3,15 +3,15 @@
     python -m recipes.jackpot.worlds [--out recipes/jackpot/worlds.json] [--groups pairs fp8 ...] [--seeds 8]
 
 No language model is used. A prompt has a few right tokens at each of three positions, and an answer earns 1
-if all of its tokens are right. The policy has logits for every prompt, position and token before. A smaller
-model (`rank`) sees prompts and positions only through a few random features, so that it cannot follow the
+if all of its tokens are right. The policy has logits for every prompt, position and preceding token. A
+smaller model (`rank`) sees prompts and positions only through a few random features, so it cannot match the
 policy. Losses, corrections and advantages are rlpipe's (`rlpipe.algo`); each model is a table.
 
 Rollouts come from one of these: the policy; an older copy of it (`every` updates are made on one copy); its
 weights in FP8 (e4m3, rounded by torch) or with noise; or a smaller actor, which learns by PPO and by
 KL(policy || actor) (Eq. 8).
 Each seed is a separate world. All worlds run side by side in one tensor; only kappa is measured over all of
-them. Reported over the steps are the exact chance of a right answer (mean@k for any k), pass@4, and
+them. Reported over the steps are the exact probability of a right answer (mean@k for any k), pass@4, and
 KL(policy || rollout) at the sampled tokens. Differences are paired by world, with Student's 95% interval. A
 group that --out already contains is not repeated.
 """
@@ -48,9 +48,9 @@ SHOWN = 20  # points of a curve
 class Arm:
     """A training run.
 
-    rank: of the actor that generates, None for the policy. distill: weight of KL(policy || actor). target:
-    the KL in nats that distill is steered to (section 8), None for a constant distill. ppo: weight of the
-    actor's PPO. every: updates on rollouts of one copy. fp8: whether the rollout's weights are rounded.
+    rank: of the actor that generates; None if the policy generates. distill: weight of KL(policy || actor).
+    target: the KL in nats that distill is steered to (section 8), None for a constant distill. ppo: weight of
+    the actor's PPO. every: updates on rollouts of one copy. fp8: whether the rollout's weights are rounded.
     noise: standard deviation of the noise added to them. small: whether only the actor is trained. coin:
     whether the tokens that OBRS masks are replaced by as many random ones.
     """
@@ -71,7 +71,7 @@ class Arm:
 
 
 def arm(correction: str, *, proximal: str = "start", clip: bool = True, **settings: Any) -> Arm:
-    """Make an arm from the name of its correction."""
+    """Make the arm of a correction, given by name."""
     return Arm(
         algo={"correction": correction, "proximal": Proximal(proximal), **({} if clip else OFF)}, **settings
     )
@@ -92,7 +92,7 @@ def pair(rank: int) -> dict[str, Arm]:
 
 
 class Coin(ObrsMask):
-    """Masks as many tokens as OBRS but at random: each with the rejection rate 1 - Z of its position."""
+    """A correction that masks as many tokens as OBRS, but at random: each at its position's rate 1 - Z."""
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
         found, extras = super().weigh(inputs), inputs.extras
@@ -114,7 +114,7 @@ JACKPOT = arm("obrs", rank=6)
 
 
 def parts(**settings: Any) -> dict[str, Arm]:
-    """Return no correction, TIS, OBRS, its parts, and the control that masks as many random tokens."""
+    """Return arms: no correction, TIS, OBRS, its parts, and a control that masks as many random tokens."""
     arms = {name: arm(rule, **settings) for name, rule in PARTS.items()}
     return arms | {"coin only": arm("obrs_mask", coin=True, **settings)}
 
@@ -145,9 +145,9 @@ GROUPS: dict[str, dict[str, Arm]] = {
 
 
 class Model:
-    """Logits after every prompt, position and token before, one table for each of S worlds.
+    """Logits for every prompt, position and preceding token, one table for each of S worlds.
 
-    features: [S, prompts x positions, rank] that the weights multiply; None for one weight per row.
+    features: [S, prompts x positions, rank], which the weights multiply; None for one weight per row.
     """
 
     def __init__(self, base: Tensor, rank: int | None, generator: torch.Generator) -> None:
@@ -159,24 +159,24 @@ class Model:
         self.weights = [start.requires_grad_(), torch.zeros(len(base), VOCAB + 1, VOCAB, requires_grad=True)]
 
     def logprobs(self, rows: Tensor, before: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
-        """Return [S, N, V]; rows: [S, N] prompt and position, before: [S, N] token before, VOCAB for none."""
+        """Return [S, N, V]; rows: [S, N] prompt and position; before: [S, N] preceding token or VOCAB."""
         table, bigram = weights or self.weights
         table = table if self.features is None else self.features @ table
         worlds = torch.arange(len(rows))[:, None]
         return (table[worlds, rows] + bigram[worlds, before]).log_softmax(-1)
 
     def copied(self, *, fp8: bool = False) -> list[Tensor]:
-        """Return the weights without a graph; fp8: rounded to e4m3."""
+        """Return detached copies of the weights; fp8: whether to round them to e4m3."""
         copies = [w.detach().clone() for w in self.weights]
         return [w.to(torch.float8_e4m3fn).float() for w in copies] if fp8 else copies
 
     def noisy(self, noise: float, generator: torch.Generator) -> list[Tensor]:
-        """Return the weights without a graph, with normal noise added."""
+        """Return detached copies of the weights, with normal noise added."""
         return [w + noise * torch.randn(w.shape, generator=generator) for w in self.copied()]
 
 
 class World:
-    """Right tokens [S, prompts, positions, V], and models that start from one table."""
+    """The right tokens [S, prompts, positions, V], and models that start from one table."""
 
     def __init__(self, seeds: int) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ class World:
         self.base = torch.randn(seeds, PROMPTS * POSITIONS, VOCAB, generator=self.generator)
 
     def chance(self, model: Model) -> Tensor:
-        """Compute the exact chance of a right answer to each prompt: [S, prompts]."""
+        """Compute the exact probability of a right answer to each prompt: [S, prompts]."""
         rows = torch.arange(PROMPTS * POSITIONS).repeat_interleave(VOCAB + 1).expand(self.seeds, -1)
         before = torch.arange(VOCAB + 1).repeat(PROMPTS * POSITIONS).expand(self.seeds, -1)
         with torch.no_grad():
@@ -261,7 +261,7 @@ def learn(
 
 
 def train(settings: Arm, seeds: int) -> dict[str, Any]:
-    """Train; return exact figures over the steps, [points, S] or [points]."""
+    """Train an arm; return exact figures over the steps, [points, S] or [points]."""
     world = World(seeds)
     policy = Model(world.base, settings.rank if settings.small else None, world.generator)
     has_actor = settings.rank is not None and not settings.small
@@ -310,7 +310,7 @@ def train(settings: Arm, seeds: int) -> dict[str, Any]:
 
 
 def summary(curve: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm's compared figures by world, and its curves as means over worlds."""
+    """Return an arm's figures for comparison, by world, and its curves as means over worlds."""
     chances = torch.stack(curve["chance"])  # [points, S, prompts]
     reward, divergence = chances.mean(-1), torch.stack(curve["kl"])
     found: dict[str, Any] = {
@@ -346,12 +346,12 @@ BASELINES = {"c1": "3", "lambda": "1", "top k": "all", "long": "Jackpot", "close
 
 
 def baseline(group: str) -> str:
-    """Return the arm that the others of its group are compared with."""
+    """Return the arm of a group that the other arms are compared with."""
     return BASELINES.get(group, "Jackpot" if group.startswith("pair") else "OBRS")
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Format the table."""
+    """Format a table for each group."""
     lines = ["| | reward | minus | pass@4 | KL(policy, rollout) |", "|---|---|---|---|---|"]
     for group, rows in results["groups"].items():
         lines.append(f"| **{group}** | | {baseline(group)} | | |")
@@ -372,7 +372,7 @@ PANELS = {
 
 
 def draw(results: Mapping[str, Any], file: Path) -> None:
-    """Draw the final gain of corrections over none, for the groups that were run."""
+    """Draw each correction's final gain over no correction, for the groups that were run."""
     from matplotlib.figure import Figure
 
     from rlpipe.report.png import PALETTE, TEXT
@@ -404,7 +404,7 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    """Run, compare, write, draw; print the table."""
+    """Run and compare the arms, write and draw the results, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 """Runs mini-swe-agent's loop on one task, with its `DefaultAgent`, `LocalEnvironment` and parser of actions.
 
-Runs in the sandbox, in the folder of the repository. Only the text between the loop and the model is changed:
-the shipped toy model writes a bare command and reads the command's output.
+This program runs in the sandbox, in the folder of the repository. It changes only the text between loop and
+model: the shipped toy model writes a bare command and reads the command's output.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from minisweagent.models.utils.actions_text import (
 )
 
 TURNS = 8
-SHOWN = 400  # characters of what a command printed
+SHOWN = 400  # characters of a command's output
 ACTION = r"\A(.*)\Z"  # everything that the model writes
 OBSERVATION = f"{{{{ output.output.rstrip('\\n')[:{SHOWN}] }}}}"
 
 
 class Endpoint:
-    """A `Model` of mini-swe-agent: the one at the address that rlpipe gives an agent."""
+    """A `Model` of mini-swe-agent that sends requests to the address that rlpipe gives an agent."""
 
     def query(self, messages: list[dict], **_: object) -> dict:
         """Have the model write the next turn; its actions are in `extra`."""
-        # The toy model was never taught a system message; an empty observation is one.
+        # The toy model was never taught a system message. Empty messages stay: an observation may be empty.
         told = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "system"]
         headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
         url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
@@ -49,11 +49,11 @@ class Endpoint:
         return format_observation_messages(outputs, observation_template=OBSERVATION, template_vars=variables)
 
     def get_template_vars(self, **_: object) -> dict:
-        """Return nothing for templates."""
+        """Return no variables: the templates here need none."""
         return {}
 
     def serialize(self) -> dict:
-        """Return nothing for a record: rlpipe has one."""
+        """Return an empty record, because rlpipe records the conversation."""
         return {}
 
 
