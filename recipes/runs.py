@@ -1,4 +1,4 @@
-"""Helpers shared by the studies: a run of a recipe unless it is complete, its records, and figures."""
+"""Helpers shared by the studies: start a run unless it is complete, read its records, and make figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
-    """`rlpipe run +recipe=RECIPE`, unless it has finished successfully; returns the directory.
+    """Run `rlpipe run +recipe=RECIPE`, unless that run has finished successfully; return its directory.
 
     An interrupted run continues or, with afresh, starts again. Raises CalledProcessError.
     """
@@ -31,13 +31,13 @@ def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) ->
 
 
 def records(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All lines of a run's metrics.jsonl, and only those of training steps."""
+    """Return all lines of a run's metrics.jsonl, and the lines of training steps."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return lines, [line for line in lines if "timing_s/step" in line]
 
 
 def validation(lines: list[dict[str, Any]], name: str = "val") -> list[list[float]]:
-    """[step, reward, standard error] wherever NAME/reward was measured."""
+    """Return [step, reward, standard error] for each line in which NAME/reward was measured."""
     found = [line for line in lines if f"{name}/reward" in line]
     return [
         [line["training/global_step"], round(line[f"{name}/reward"], 4), round(line[f"{name}/reward_se"], 4)]
@@ -46,7 +46,7 @@ def validation(lines: list[dict[str, Any]], name: str = "val") -> list[list[floa
 
 
 def by_step(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Reward of training batches, entropy and acceptance length of training steps."""
+    """Return reward of training batches, entropy and acceptance length by training step."""
     return {
         "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
         "entropy": [round(r["rollout/entropy"], 4) for r in steps],
@@ -55,7 +55,7 @@ def by_step(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """The mean of one value per seed, with Student's 95% interval; nan of a single seed."""
+    """Estimate the mean of one value per seed, with Student's 95% interval (nan for a single seed)."""
     from rlpipe.metrics.statistics import Estimate  # imported here: most studies only need rlpipe's command
 
     count = len(values)
@@ -75,7 +75,7 @@ def as_text(estimate: Sequence[float] | None) -> str:
 
 
 def seeds_to_decide(values: Sequence[float], most: int = 200) -> int | None:
-    """Return how many seeds of this mean and spread have an interval without 0; None above `most`.
+    """Return how many seeds with this mean and spread have an interval that excludes 0; None above `most`.
 
     >>> seeds_to_decide([1.0, 2.0, 3.0])
     4
@@ -98,7 +98,7 @@ def choose_rate(tried: Mapping[float, float]) -> dict[str, Any]:
 
 
 def kept(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of a JSON file. If absent, compute and write it, so studies resume."""
+    """Return the content of a JSON file. If the file is absent, compute and write it, so studies resume."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(compute()) + "\n")
@@ -115,6 +115,6 @@ def save(figure: Any, out: Path, fontsize: int) -> None:
 
 
 def legend(axis: Any, to: Any = None, **settings: Any) -> None:
-    """Draw each label of a matplotlib axis once, even if many lines have it, on axis `to`."""
+    """Draw a legend on axis `to`, in which each label of `axis` occurs once even if many lines have it."""
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     (to or axis).legend(handles.values(), handles.keys(), **settings)

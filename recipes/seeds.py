@@ -1,4 +1,4 @@
-"""Held-out reward of a recipe over several seeds: before and after the run, and the gain.
+"""Measures the held-out reward of a recipe over several seeds: before and after the run, and the gain.
 
 Runs the seeds that are missing under `--runs`, one after the other, then writes `recipes/RECIPE/results.json`
 (`--out`). A finished run is not repeated. Intervals are 95%, Student's over seeds.
@@ -22,7 +22,7 @@ SET = re.compile(r"val/[^/]+/reward")
 def measured(directory: Path) -> dict[str, Any]:
     """Return the held-out rewards of one run as [step, reward, standard error], and its minutes.
 
-    validation: of the primary held-out set. sets: of each, where there are several.
+    In the result, `validation` is of the primary held-out set; `sets` is of each set if there are several.
     """
     lines, steps = records(directory)
     names = {name.split("/")[1] for line in lines for name in line if SET.fullmatch(name)}
@@ -37,7 +37,7 @@ def measured(directory: Path) -> dict[str, Any]:
 
 
 def summary(by_seed: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return mean and interval over seeds of the reward before and after, and of the gain; by set, if any."""
+    """Return mean and interval over seeds of the reward before, after, and of the gain; by set if several."""
     runs = list(by_seed.values())
     if sets := runs[0].get("sets"):
         return {name: _summary([run["sets"][name] for run in runs]) for name in sets}
@@ -58,7 +58,7 @@ def _summary(validations: list[list[list[float]]]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the missing seeds, measure, write."""
+    """Run the missing seeds, measure, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

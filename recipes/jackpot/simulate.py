@@ -35,7 +35,7 @@ REPEATS = 400  # batches of ROWS tokens sampled, for the noise of kappa
 
 
 def dirichlet(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Sample log-probabilities [rows, VOCAB] of symmetric Dirichlets; concentrations are log-uniform, 0.3 to 60."""
+    """Sample log-probabilities [rows, VOCAB] from Dirichlets with log-uniform concentration, 0.3 to 60."""
     spread = torch.rand(rows, 1, generator=generator, dtype=torch.float64)
     alpha = (math.log(0.3 / VOCAB) + spread * math.log(200)).exp().expand(rows, VOCAB)
     # in logs, since Gamma(alpha) underflows: G(alpha) = G(alpha + 1) U^(1 / alpha)

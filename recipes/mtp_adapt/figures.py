@@ -3,9 +3,10 @@
     python recipes/mtp_adapt/figures.py target_only=RUN hard_ce=RUN kl=RUN e2e_tv=RUN --out figures.svg
         [--json figures.json]
 
-Left (Fig. 8): acceptance rate of each step over the entropy of the target, with the robust line of the early
-phase. Right (Fig. 3): the change of acceptance over the steps (solid), and the part of it that entropy
-explains (dashed). The gap between the two is mismatch. Intervals of the last window are in the JSON.
+Left (Fig. 8): acceptance rate of each step against the entropy of the target, with a robust line fitted to
+the early phase. Right (Fig. 3): the change of acceptance over the steps (solid), and the part of it that
+entropy explains (dashed). The gap between the two lines is mismatch. Intervals of the last window are in the
+JSON.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def found(run: RunData) -> dict[str, Any]:
 
 
 def plain(estimate: Estimate) -> dict[str, float]:
-    """Value and interval."""
+    """Return value and interval."""
     return {key: round(getattr(estimate, key), 4) for key in ("value", "low", "high")} | {"level": LEVEL}
 
 
 def draw(runs: dict[str, RunData], out: Path) -> None:
-    """Both figures side by side."""
+    """Draw both figures side by side."""
     import matplotlib
 
     matplotlib.use("svg" if out.suffix == ".svg" else "agg")
@@ -86,7 +87,7 @@ def draw(runs: dict[str, RunData], out: Path) -> None:
 
 
 def main() -> None:
-    """Read, draw, write."""
+    """Read the runs, draw the figures, and write the JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,19 +2,20 @@
 
     python recipes/mtp_adapt/interventional.py [--seeds 0 1 2] [--steps 30] [--runs runs/interventional]
 
-For every seed, on the shipped model (acceptance of depth 1 under rejection, 1 - TV(p, q); entropy of p, nat):
+Four slopes are measured for every seed on the shipped model. Acceptance is that of depth 1 under rejection,
+1 - TV(p, q); entropy is that of p, in nats.
 
     temperature   the policy's own texts at T = 1, read again at each of --temperatures: the same contexts and
-                  weights, only p and q are sharper or flatter. Slope within contexts, over temperatures.
+                  weights, but p and q are sharper or flatter. The slope is within contexts, over
+                  temperatures.
     prompts       the same weights on different mixes of prompts. Half of the texts of each family of tasks
-                  ranks the families by entropy, the other half measures: slope between the upper and the
+                  ranks the families by entropy. The other half gives the slope between the upper and the
                   lower third of the families.
     contexts      across the contexts at T = 1 (`cross_section`): tokens of high entropy against those of low
     steps         between the early steps of an RL run that starts there (`decompose`), as in Bebop's Figure 3
 
 With each of these slopes, Eq. 16 splits the change of acceptance over the RL run. Results are means over
 seeds with Student's 95% intervals. Writes results/interventional.json; finished runs are not repeated.
-Student's 95% intervals. Writes results/interventional.json; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, record: dict, temperatures: list[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Acceptance and entropy [T, n] at the n contexts of a trajectory whose token was drafted."""
+        """Return acceptance and entropy [T, n] at the n contexts of a trajectory that drafted a token."""
         ids = torch.tensor(record["tokens"])[None]
         written = torch.tensor([v >= 0 for v, n in record["policy_versions"] for _ in range(n)])[None]
         drafts = draft(self._backbone, self._layer, ids, written, 1)
@@ -73,14 +74,14 @@ class Reader:
 
 
 def by_temperature(read: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Slope within contexts: the mean of every context is subtracted."""
+    """Compute the slope within contexts: the mean of every context is subtracted."""
     alpha, entropy = (np.concatenate(part, axis=1) for part in zip(*read, strict=True))
     moved = entropy - entropy.mean(0)
     return float((moved * alpha).sum() / (moved * moved).sum())
 
 
 def by_prompts(records: list[dict], read: list[tuple[np.ndarray, np.ndarray]], at: int) -> float:
-    """Slope between two mixes of task families, chosen by one half of the texts and measured on the other."""
+    """Compute the slope between two mixes of families: half of the texts chooses them, the other measures."""
     families: dict[str, list[tuple[float, float]]] = {}
     for record, (alpha, entropy) in zip(records, read, strict=True):
         if alpha.shape[1]:
@@ -94,7 +95,7 @@ def by_prompts(records: list[dict], read: list[tuple[np.ndarray, np.ndarray]], a
 
 
 def measure(args: argparse.Namespace, reader: Reader, seed: int) -> dict[str, float]:
-    """All slopes of a seed, and the split of its RL run by each."""
+    """Compute all slopes of a seed, and the split of its RL run by each slope."""
     sample = play(
         "swe_rl",
         args.runs / f"sample-{seed}",
@@ -133,14 +134,14 @@ def measure(args: argparse.Namespace, reader: Reader, seed: int) -> dict[str, fl
 
 
 def plain(values: list[float]) -> dict[str, object]:
-    """Mean and interval over seeds."""
+    """Return mean and interval over seeds."""
     found = over_seeds(values)
     figures = {"mean": found.value, "low": found.low, "high": found.high}
     return {k: round(v, 4) for k, v in figures.items()} | {"by_seed": [round(v, 4) for v in values]}
 
 
 def main() -> None:
-    """Run what is missing, measure, write."""
+    """Start the missing runs, measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/interventional"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -3,13 +3,13 @@
     python recipes/mtp_adapt/slopes.py --drafts hard_ce=DIR kl=DIR e2e_tv=DIR [--temperatures 0.6 1 1.4]
         [--rl-steps 40] [--runs runs/slopes] [--json OUT] [--figure OUT.svg] [key=value ...]
 
-Sweep: one step of the main job on the same prompts for every draft and temperature. Its probe set contains,
+Sweep: for every draft and temperature, one step of the main job runs on the same prompts. Its probe records,
 for every context of the policy's own text, the target's entropy and the acceptance under rejection (1 - TV)
 and under target-only (p of q's argmax). The slope is taken over all temperatures, per token (each context is
 a point) and per sequence (means of a trajectory), in acceptance per nat; errors are clustered by trajectory.
 
-RL: one run under rejection for every draft, and one under target-only for the first draft. Eq. 16 splits the
-change of the acceptance rate between the early phase and the last steps. Finished runs are not repeated.
+RL: every draft has one run under rejection; the first draft also has one under target-only. Eq. 16 splits the
+change of the acceptance rate from the early phase to the last steps. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SWEEP = ["run.steps=1", "metrics.probe.every=1", "metrics.probe.contexts=4000", 
 
 
 def run(directory: Path, *overrides: str) -> Path:
-    """Run the main job in one process, with few recordings."""
+    """Run the main job in one process, with few records."""
     own = ["cluster=inline", "run.save_every=0", "metrics.wandb=off", "metrics.report=false"]
     return play("swe_rl", directory, *own, *overrides)
 
 
 def joined(parts: list[Pooled]) -> Pooled:
-    """All contexts of several runs, clustered by trajectory."""
+    """Join the contexts of several runs, clustered by trajectory."""
     offsets = np.cumsum([0, *(part.clusters.max() + 1 for part in parts[:-1])])
     return Pooled(
         alpha=np.concatenate([part.alpha for part in parts]),
@@ -55,7 +55,7 @@ def joined(parts: list[Pooled]) -> Pooled:
 
 
 def by_sequence(points: Pooled) -> Pooled:
-    """Means of each trajectory."""
+    """Return the means of each trajectory."""
     labels, members = np.unique(points.clusters, return_inverse=True)
     size = np.bincount(members)
     alpha, entropy = (np.bincount(members, weights=x) / size for x in (points.alpha, points.entropy))
@@ -63,7 +63,7 @@ def by_sequence(points: Pooled) -> Pooled:
 
 
 def plain(estimate: Estimate) -> dict[str, float]:
-    """Value, standard error and interval."""
+    """Return value, standard error and interval."""
     return {
         "value": round(estimate.value, 4),
         "se": round(estimate.se, 4),
@@ -74,7 +74,7 @@ def plain(estimate: Estimate) -> dict[str, float]:
 
 
 def sweep(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str]) -> dict[str, Any]:
-    """Slopes of every draft and rule."""
+    """Measure the slopes of every draft and rule."""
     found: dict[str, Any] = {}
     for name, draft in drafts.items():
         runs = [
@@ -103,7 +103,7 @@ def sweep(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str
 
 
 def mean(values: np.ndarray) -> float:
-    """Round to four digits."""
+    """Return the mean, rounded to four digits."""
     return round(float(values.mean()), 4)
 
 
@@ -113,7 +113,7 @@ def slope(points: Pooled) -> dict[str, float]:
 
 
 def train(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str]) -> dict[str, Path]:
-    """RL runs by label: target-only with the first draft, rejection with each."""
+    """Train RL runs and return them by label: target-only with the first draft, rejection with each."""
     arms = [("target_only", next(iter(drafts)))] + [("rejection", name) for name in drafts]
     return {
         f"{mode}, {name}": run(
@@ -129,7 +129,7 @@ def train(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str
 
 
 def draw(out: Path, found: dict[str, Any], runs: dict[str, Path], args: argparse.Namespace) -> None:
-    """Left: acceptance over entropy, one line a draft and rule. Right: the mismatch part over RL steps."""
+    """Draw acceptance over entropy by draft and rule (left), and the mismatch part over RL steps (right)."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -167,7 +167,7 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]
 
 
 def main() -> None:
-    """Run what is missing, measure, write."""
+    """Start the missing runs, measure, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

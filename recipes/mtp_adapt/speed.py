@@ -2,9 +2,9 @@
 
     python recipes/mtp_adapt/speed.py --before shipped:models/tiny --after runs/adapted/model --json OUT
 
-The arms are those of scripts/bench/rollout_speed.py on its `turns` workload, conversations about held-out SWE
-instances: no drafts, then each draft in each mode. Arms run in separate processes and take turns within a
-repeat; a ratio is the median over repeats of the ratio within the repeat.
+The benchmark is scripts/bench/rollout_speed.py with its `turns` workload, conversations about held-out SWE
+instances. The arms are: no drafts, then each draft in each mode. Arms run in separate processes and take
+turns within a repeat; a ratio is the median over repeats of the ratio within the repeat.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODES = (SpecMode.REJECTION, SpecMode.TARGET_ONLY)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

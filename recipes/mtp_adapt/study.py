@@ -2,10 +2,10 @@
 
     python recipes/mtp_adapt/study.py [--runs runs/mtp_adapt_study] [--kinds hard_ce kl ...] [--seeds 0 1 2]
 
-Each line is one or more runs of the main job. Finished runs are not repeated, and interrupted runs are
-resumed. A finished run that lacks a held-out set requested later is measured on that set.
+Each of these stages is one or more runs of the main job. Finished runs are not repeated, and interrupted runs
+are resumed. If a held-out set is requested later, finished runs are measured on it.
 
-1 fresh     the model with its MTP layer replaced by an untrained one: room to improve
+1 fresh     the model with an untrained MTP layer instead of its own, so that there is room to improve
 2 warm      a few hundred steps of hard cross-entropy on that model; every cell starts there
 3 sweep     each arm at each learning rate, on a separate seed; the rate is chosen by acceptance under
             rejection, on held-out prompts other than those of the result
@@ -53,7 +53,7 @@ class Study:
     args: argparse.Namespace
 
     def run(self, name: str, *overrides: str, seed: int, steps: int, evaluate: Sequence[str]) -> Path:
-        """One run of the main job, unless it is complete already."""
+        """Start a run of the main job, unless it is complete already."""
         directory = self.runs / name
         if not is_complete(directory, steps, evaluate):
             command = [sys.executable, "-m", "rlpipe.run", "+recipe=mtp_adapt", f"run.dir={directory}"]
@@ -72,7 +72,7 @@ class Study:
         return directory
 
     def warm(self) -> Path:
-        """Stages 1 and 2: the checkpoint that every cell starts from."""
+        """Run stages 1 and 2; return the checkpoint that every cell starts from."""
         fresh = self.runs / "fresh"
         if not (fresh / "model.safetensors").is_file():
             write_fresh_draft(resolve(self.args.model), fresh)
@@ -86,7 +86,7 @@ class Study:
         )
 
     def sweep(self, start: Path, objective: str) -> tuple[float, dict[str, float]]:
-        """Stage 3: the learning rate of an arm, and the acceptance rate that each one gave."""
+        """Run stage 3; return the learning rate of an arm, and the acceptance rate that each rate gave."""
         chosen_by = [
             f"adapt.in_domain=[{self.args.select}]",
             "adapt.out_of_domain=[]",
@@ -105,7 +105,7 @@ class Study:
     def train(
         self, start: Path, objective: str, lr: float, stage: str, seed: int, evaluate: Sequence[str]
     ) -> Path:
-        """One objective from the warm-up."""
+        """Train an objective from the warm-up."""
         kind, anchors = objective.split("/")
         name = f"{stage}/{kind}_{anchors}_lr{lr:g}_seed{seed}"
         overrides = [f"model.path={start / 'model'}", f"draft.objective={kind}", f"draft.anchors={anchors}"]
@@ -123,7 +123,7 @@ class Study:
 
 
 def write_fresh_draft(model: Path, out: Path) -> None:
-    """The checkpoint with an untrained MTP layer, as the factory of the tiny model makes one."""
+    """Write the checkpoint with an untrained MTP layer, made as for the tiny model."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -151,7 +151,7 @@ def is_complete(run: Path, step: int, evaluate: Sequence[str]) -> bool:
     known = [f"{name}." for name in last_evaluation(run, step).domains]
     wanted = [o.split("=")[1].strip("[]") for o in evaluate if o.split("=")[0].endswith("_domain")]
     return all(
-        any(name.startswith(f"{domain}.") for name in known)  # `swe` means all of its parts
+        any(name.startswith(f"{domain}.") for name in known)  # `swe` means all of its held-out sets
         for domain in ",".join(wanted).split(",")
         if domain
     )
@@ -160,7 +160,7 @@ def is_complete(run: Path, step: int, evaluate: Sequence[str]) -> bool:
 def summarise(
     warm: Evaluation, cells: dict[str, list[Evaluation]], baselines: Sequence[str]
 ) -> dict[str, Any]:
-    """Figures of every objective by domain and mode, and paired differences to the baselines."""
+    """Return figures of every objective by domain and mode, and paired differences from the baselines."""
     found: dict[str, Any] = {"warm-up": _figures([warm], {}, [])}
     for objective, seeds in cells.items():
         others = {name: cells[name] for name in baselines if name in cells and name != objective}
@@ -202,12 +202,12 @@ def _pooled(seeds: list[Evaluation], domain: str, mode: str) -> Counts:
 
 
 def rounded(found: Estimate) -> list[float | None]:
-    """Value and error; None without observations."""
+    """Return value and error; None without observations."""
     return [None if x is None or isnan(x) else round(x, 5) for x in (found.value, found.se)]
 
 
 def markdown(results: dict[str, Any], domains: Sequence[str], baselines: Sequence[str]) -> str:
-    """Table 2: acceptance rate in percent, ± standard error, by objective; best under rejection first."""
+    """Format Table 2: acceptance rate in percent, ± standard error, by objective, sorted by rejection."""
     lines = []
     for domain in domains:
         lines += [f"### {domain}", "", "| objective | lr | rejection | target-only | by depth, rejection |"]
@@ -226,7 +226,7 @@ def markdown(results: dict[str, Any], domains: Sequence[str], baselines: Sequenc
 
 
 def percent(value: Sequence[Any] | None, sign: str = "") -> str:
-    """A value and its error, from shares to percent; a dash without observations."""
+    """Format a value and its error, given as shares, in percent; a dash without observations."""
     if value is None or value[0] is None:
         return "–"
     error = "" if value[1] is None else f" ± {100 * value[1]:.2f}"
@@ -234,7 +234,7 @@ def percent(value: Sequence[Any] | None, sign: str = "") -> str:
 
 
 def arguments(description: str, runs: str) -> argparse.ArgumentParser:
-    """The arguments that all studies of this kind share."""
+    """Make a parser with the arguments that all studies of this kind share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -260,7 +260,7 @@ def arguments(description: str, runs: str) -> argparse.ArgumentParser:
 
 
 def compare(study: Study, objectives: Sequence[str], baselines: Sequence[str]) -> None:
-    """Run what is missing, then write the two files."""
+    """Start the missing runs, then write the two files."""
     args, warm = study.args, study.warm()
     results: dict[str, Any] = {"lr": {}, "sweep": {}}
     cells: dict[str, list[Evaluation]] = {}

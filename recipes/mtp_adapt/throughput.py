@@ -1,11 +1,11 @@
-"""Does throughput follow acceptance? Bebop's Fig. 9b over the pairs of rules that were timed here.
+"""Does throughput follow acceptance? Bebop's Fig. 9b for the pairs of rules that were timed in this project.
 
     python -m recipes.mtp_adapt.throughput [--json recipes/mtp_adapt/results/throughput.json]
 
-A pair is one model and batch, decoded with target-only and with rejection in one run. Compared are the gain
-of rejection in accepted tokens per step and in tokens per second. Everything is read from committed results:
-stock SGLang on an H100, and the embedded engine on a CPU. Writes the pairs, Pearson's r and its 95% interval
-by Fisher's z.
+A pair is one model and batch size, decoded with target-only and with rejection in one run. Two gains of
+rejection are compared: in accepted tokens per step and in tokens per second. Everything is read from
+committed results: stock SGLang on an H100, and the embedded engine on a CPU. Writes the pairs, Pearson's r
+and its 95% interval by Fisher's z.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GPU, SERVER = "gpu_h100.json", "sglang, 7.8B, bf16, gamma 3, 200 tokens"
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Return the pairs, by name: gain of accepted tokens per step, ratio of tokens per second."""
+    """Return the pairs, each with its name, gain in accepted tokens per step, ratio of tokens per second."""
     found = []
     batches = json.loads((RESULTS / GPU).read_text())["results"][SERVER]
     for batch, arms in batches.items():
@@ -69,7 +69,7 @@ def of_pairs(found: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def main() -> None:
-    """Read, correlate, write."""
+    """Read the results, correlate them, and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

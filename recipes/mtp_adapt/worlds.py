@@ -1,15 +1,16 @@
-"""A draft during RL, frozen or trained, in worlds that can be enumerated (Bebop Fig. 2, 4, 6, 9a, 10 and 11).
+"""Study a draft during RL, frozen or trained, in enumerable worlds (Bebop Fig. 2, 4, 6, 9a, 10 and 11).
 
     python -m recipes.mtp_adapt.worlds [--worlds 12] [--json recipes/mtp_adapt/results/worlds.json]
 
 No language model is used, so every acceptance is exact. A world has 8 anchors for the policy to learn on and
-8 others. A hidden state follows each anchor and each prefix of at most two of 6 tokens. The policy is a head
-on this state plus separate logits. The draft is a head on half of the state: it cannot match the policy, but
-it follows when RL moves the states, as an MTP layer does. RL raises the probability of a few right tokens by
-its exact gradient, and entropy falls. Drafts never enter the policy's gradient, so all arms see one policy.
+8 others. There is a hidden state for each anchor and prefix; a prefix has at most two tokens from a
+vocabulary of 6. The policy is a head on this state plus separate logits. The draft is a head on half of the
+state: it cannot match the policy, but it follows when RL moves the states, as an MTP layer does. RL raises
+the probability of a few right tokens by its exact gradient, and entropy falls. Drafts do not affect the
+policy's gradient, so the policy is the same in all arms.
 
-objectives  from one start, equal steps of each objective on texts of the policy before RL; accepted drafts of
-            a window of three over the steps, on the anchors trained on (in domain) and on the others
+objectives  each objective takes equally many steps from one start, on texts of the policy before RL; measured
+            are the accepted drafts of a window of three, on training anchors (in domain) and on the others
 rl          starts from the drafts trained by e2e TV and by KL; each is frozen, or updated at every RL step by
             e2e TV or hard labels
 
@@ -44,10 +45,10 @@ WINDOWS = torch.cartesian_prod(*[torch.arange(VOCAB)] * DEPTHS)  # [V^K, K]
 
 
 class World:
-    """The policy's hidden states after every prefix, which RL moves, and the fixed parts, of S worlds.
+    """S worlds: the policy's hidden states after every prefix, which RL moves, and the fixed parts.
 
-    Anchors of all worlds are in one row, a world's HALF in domain before its HALF others. states: K tables
-    [anchors, V^t, H].
+    The anchors of all worlds are in one row; in each world, HALF anchors in domain come before the HALF
+    others. states: K tables [anchors, V^t, H].
     """
 
     def __init__(self, count: int) -> None:
@@ -66,7 +67,7 @@ class World:
         self.right = [(x < RIGHT).float() for x in order]
 
     def anchors(self, domain: int) -> Tensor:
-        """Return the anchors of all worlds: in domain (0) or the others (1)."""
+        """Return the anchors of all worlds that are in domain (0), or the others (1)."""
         return torch.arange(len(self.world_of)).view(self.count, 2, HALF)[:, domain].flatten()
 
     def policy(self, states: Sequence[Tensor]) -> list[Tensor]:
@@ -81,7 +82,7 @@ class World:
 
 
 def along(tables: Sequence[Tensor], tokens: Tensor, anchors: Tensor) -> Tensor:
-    """Return the rows before each of the tokens: [N, K] and anchors [N] -> [N, K, V]."""
+    """Return the row that precedes each token: tokens [N, K] and anchors [N] -> [N, K, V]."""
     rows, prefix = [], torch.zeros_like(anchors)
     for depth, table in enumerate(tables):
         rows.append(table[anchors, prefix])
@@ -104,13 +105,13 @@ def measure(world: World, states: Sequence[Tensor], weights: Tensor, domain: int
     p, q = log_p.exp(), log_q.exp()
     p_x, q_x = (x.gather(-1, tokens[..., None])[..., 0] for x in (p, q))
 
-    # The chance that just these drafts are accepted, once for each prefix of an anchor.
+    # The probability that exactly these drafts are accepted, once for each prefix of an anchor.
     copies = HALF * VOCAB ** torch.arange(DEPTHS - 1, -1, -1)
     accepted = torch.minimum(p_x, q_x).cumprod(-1) / copies
     reach = accepted.view(world.count, -1, DEPTHS).sum(1)
     greedy = (tokens == log_q.argmax(-1)).float().cumprod(-1) * p_x.cumprod(-1) / copies
 
-    # What Bebop's figures show is of the first draft of each anchor.
+    # Bebop's figures show values of the first draft of each anchor.
     above, below = p[:, 0] > q[:, 0], q[:, 0] > p[:, 0]
     figures = {
         "alpha": torch.minimum(p, q)[:, 0].sum(-1),
@@ -159,7 +160,7 @@ class Learner:
 
 
 def learn_policy(world: World, states: Sequence[Tensor]) -> list[Tensor]:
-    """Take a step of RL: the exact gradient of the chance of a right token, at every prefix in domain."""
+    """Take an RL step: the exact gradient of the probability of a right token, at every prefix in domain."""
     leaves = [state.clone().requires_grad_() for state in states]
     pairs = zip(world.policy(leaves), world.right, strict=True)
     inside = world.anchors(0)
@@ -211,7 +212,7 @@ def rl(world: World, drafts: dict[str, Tensor]) -> dict[str, list[dict[str, Tens
 
 
 def summary(curves: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
-    """Compute means over worlds, and the paper's differences, with intervals."""
+    """Compute means over worlds, and the differences that the paper reports, with intervals."""
     table: dict[str, Any] = {"objectives": {}, "rl": {}}
     for kind, curve in curves.items():
         row: dict[str, Any] = {}

@@ -2,16 +2,16 @@
 
     python -m recipes.ppow.exact [--runs runs/ppow_exact] [--arms exact_window ...] [--seeds 0 1 2 3 4]
 
-1 rollouts  of the frozen model, once; split by prompt for the warm-up, for the arms and for held-out use
+1 rollouts  of the frozen model, made once; split by prompt for the warm-up, for the arms and for held-out use
 2 warm      a fresh MTP layer learns by soft KL: the start of every arm
-3 sweep     each arm at each learning rate, on a separate seed; the best on held-out prompts other than those
-            of the result
-4 cells     each arm at its rate, for each seed: order of the data, windows and drafts
+3 sweep     each arm at each learning rate, on a separate seed; the best rate is chosen on held-out prompts
+            that the result does not use
+4 cells     each arm at its rate, for each seed; a seed determines the order of the data, windows and drafts
 
-Measured is the expected number of drafts that chain verification accepts, E[k], of windows that the trained
-layer drafts from even anchors of held-out texts, as the engine drafts. The anchors and uniforms are the same
-for every arm and seed. So verification adds no sampling noise, but the drafts are sampled, and from all
-anchors equally often: an engine starts more often at hard ones.
+The trained layer drafts windows in the engine's way, from evenly sampled anchors of held-out texts. Measured
+is E[k], the expected number of drafts that chain verification accepts. The anchors and uniforms are the same
+for every arm and seed. So verification adds no sampling noise, but the drafts are sampled. All anchors are
+used equally often, whereas an engine starts more often at hard ones.
 
 The unit of every interval is the seed (Student's, 95%, over the differences of arms at equal seeds). A
 finished cell is not repeated. Writes results.json and table.md into --runs.
@@ -80,7 +80,7 @@ class Study:
         self.start = self.runs / "start"
 
     def warm(self) -> None:
-        """Make the start of all arms, unless it is there."""
+        """Make the start of all arms, unless it exists."""
         if not (self.start / "config.json").is_file():
             args = self.args
             trainer = self._trainer(self.runs / "fresh", ("kl", {}), args.warm_lr, WARM_SEED, args.warm_steps)
@@ -99,11 +99,11 @@ class Study:
         return kept(self.runs / "cells" / name, compute)
 
     def measure(self, model: Path) -> dict[str, float]:
-        """Return expected accepted drafts per windowon the prompts of the sweep and of the result."""
+        """Return expected accepted drafts per window, on the prompts of the sweep and of the result."""
         found = {}
         for name, data in (("sweep", self.sweep_data), ("held_out", self.held_out)):
             trainer = self._trainer(model, ("exact_window", EVEN), 0.0, 0, 1)
-            metrics = trainer.adapt_step(self._packed(data))  # of the draft before the update, which has lr 0
+            metrics = trainer.adapt_step(self._packed(data))  # of the draft before the update (lr is 0)
             trainer.close()
             cost = 1 + self.config.ppow.draft_cost * self.config.draft.depths
             found[name] = metrics["ppow/reward"].value() * cost - 1
@@ -122,7 +122,7 @@ class Study:
         return round(seconds, 1)
 
     def _trainer(self, model: Path, arm: tuple[str, dict[str, Any]], lr: float, seed: int, steps: int) -> Any:
-        """Make the trainer of an objective with settings of windows."""
+        """Make the trainer of an objective; an arm is an objective with settings of windows."""
         from rlpipe.config.draft import DraftConfig
         from rlpipe.trainer.megatron import MegatronTrainer
 
@@ -147,7 +147,7 @@ class Study:
 
 
 def summary(cells: dict[str, list[dict[str, Any]]], start: float) -> dict[str, Any]:
-    """Mean over seeds of each arm, its gain on the start, and paired differences, each with an interval."""
+    """Return each arm's mean over seeds, gain over the start, and paired differences, with intervals."""
     table: dict[str, Any] = {}
     for arm, found in cells.items():
         values = [cell["held_out"] for cell in found]
@@ -165,7 +165,7 @@ def summary(cells: dict[str, list[dict[str, Any]]], start: float) -> dict[str, A
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the result, best first."""
+    """Format the table of results, best arm first."""
     names = [f"minus {name}" for name in BASELINES]
     lines = [
         f"| arm | lr | E[accepted] | {' | '.join(names)} | CPU s |",
@@ -183,7 +183,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,7 +206,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing, then write the two files."""
+    """Start the missing runs, then write the two files."""
     args = arguments()
     study = Study(args)
     if not study.config.ppow.draft_cost:

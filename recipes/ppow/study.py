@@ -2,18 +2,19 @@
 
     python recipes/ppow/study.py [--runs runs/ppow_study] [--arms ppow hard_ce kl e2e_tv ...] [--seeds 0 1 2]
 
-Stages, files and figures are those of recipes/mtp_adapt/study.py: one warm-up from which every arm starts,
-a learning rate for each arm, then equal steps on the same rollouts for each seed. Acceptance is measured in
-real generation. Arms:
+Stages, files and figures are those of recipes/mtp_adapt/study.py: every arm starts from one warm-up, has its
+own learning rate, and takes equal steps on the same rollouts for each seed. Acceptance is measured in real
+generation. Arms:
 
     ppow                          the recipe
-    ppow_no_dist, ppow_no_adaw,   without the reward for closeness, without windows chosen by score, without
-    ppow_plain                    both (PPOW Table 4)
+    ppow_no_dist                  without the reward for closeness (PPOW Table 4)
+    ppow_no_adaw                  without windows chosen by score (Table 4)
+    ppow_plain                    without both (Table 4)
     ppow_expected                 the expected reward instead of the verified one
     hard_ce, kl, e2e_tv           continued supervised training (PPOW Fig. 3)
 
-All arms train on the model's own texts, at every position or in windows sampled from them, and a step reads
-the same trajectories in each. The cost of a step differs: ppow also runs the backbone on its windows.
+All arms train on the model's own texts, at every position or in windows sampled from them, and in every arm a
+step reads the same trajectories. The cost of a step differs: ppow also runs the backbone on its windows.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ BASELINES = ["ppow", "hard_ce"]
 
 
 class PpowStudy(adaptation.Study):
-    """The same stages for these arms."""
+    """The stages of `mtp_adapt`'s study, for these arms."""
 
     def train(
         self, start: Path, objective: str, lr: float, stage: str, seed: int, evaluate: Sequence[str]
     ) -> Path:
-        """One arm from the warm-up."""
+        """Train an arm from the warm-up."""
         overrides = [f"model.path={start / 'model'}", f"draft.lr={lr}", "draft.min_lr=0"]
         overrides += ARMS[objective]
         if objective.startswith("ppow"):

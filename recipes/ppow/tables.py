@@ -1,4 +1,4 @@
-"""Which gradient raises a limited draft's acceptance most: exact, PPOW (with its missing term), e2e TV, KL?
+"""Which gradient raises a limited draft's acceptance most: exact, PPOW (plus its missing term), e2e TV, KL?
 
     python -m recipes.ppow.tables [--seeds 12] [--json OUT]
 
@@ -6,11 +6,11 @@ No language model is used: everything can be enumerated, so a result is exact ex
 itself. A world (one seed) has 8 anchors. After each anchor and each prefix of drafts the target's logits over
 8 tokens are random, in part linear in 6 features of the prefix. The draft is linear in the features, so it
 cannot match the target and must choose where to be wrong. It starts from 100 steps of KL on every window,
-weighted by the target, and then takes equal steps of every arm, each on 8 windows of 3 tokens from each
-anchor (for e2e TV and KL, on 8 texts of the target of that length). `population` follows the exact gradient
-by enumeration: the result of an estimator without noise.
+weighted by the target. Then every arm takes equally many steps, each on 8 windows of 3 tokens from each
+anchor (for e2e TV and KL, on 8 texts of the target of that length). The arm `population` follows the exact
+gradient by enumeration: the result of an estimator without noise.
 
-Measured is E[accepted] per window by enumeration, with chain verification. The learning rate of each arm
+Measured is E[accepted] per window by enumeration, under chain verification. The learning rate of each arm
 (Adam) is chosen on separate worlds; the unit of every interval is the world (Student's, 95%, paired).
 """
 
@@ -42,7 +42,7 @@ BASELINES = ["e2e_tv", "ppow"]
 
 
 class World:
-    """Target and features after every prefix of drafts, by anchor; and the draft's start.
+    """Target and features after every prefix of drafts, by anchor, and the draft's initial weights.
 
     features, target: K tables [A, V**t, F or V].
     """
@@ -61,7 +61,7 @@ class World:
         self.windows = torch.cartesian_prod(*[torch.arange(VOCAB)] * DEPTHS).expand(ANCHORS, -1, -1)
         self.start = torch.zeros(FEATURES + 1, VOCAB)
 
-        # From one start: soft KL on every window, weighed by the target.
+        # The start of all arms: soft KL on every window, weighted by the target.
         weights = self.start.requires_grad_()
         optimizer = torch.optim.Adam([weights], lr=0.03)
         log_p = self.logprobs(None, self.windows)
@@ -75,7 +75,7 @@ class World:
         self.start = weights.detach()
 
     def logprobs(self, weights: Tensor | None, tokens: Tensor, anchors: Tensor | None = None) -> Tensor:
-        """Return [A, G, K, V] before each of the drafts [A, G, K]; of the target where weights is None.
+        """Return log-probs [A, G, K, V] before each draft token [A, G, K]; the target's if weights is None.
 
         anchors: [A], all of them in order by default.
         """
@@ -98,7 +98,7 @@ class World:
         *,
         group: int = GROUP,
     ) -> Tensor:
-        """Sample [A, G, K] tokens of the draft, or of the target."""
+        """Sample tokens [A, G, K] from the draft, or from the target if weights is None."""
         count = ANCHORS if anchors is None else len(anchors)
         tokens = torch.zeros(count, group, DEPTHS, dtype=torch.int64)
         with torch.no_grad():
@@ -116,14 +116,14 @@ class World:
 
 
 def exact_window(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
-    """Minus the expected speed-up of sampled windows, by its exact gradient."""
+    """Return minus the expected speed-up of sampled windows, with its exact gradient."""
     tokens = world.sampled(weights, generator)
     log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
     return -expected_speedup(log_q, log_p, tokens, draft_cost=CONFIG.draft_cost, block=False).mean()
 
 
 def ppow(world: World, weights: Tensor, generator: torch.Generator, *, exact: bool = False) -> Tensor:
-    """PPOW's loss without KL and R_dist, with sampled coins; exact: with PPOW's missing term."""
+    """Return PPOW's loss without KL and R_dist, with sampled coins; exact: adds PPOW's missing term."""
     tokens = world.sampled(weights, generator)
     log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
     accept = (logprobs_of(log_p, tokens) - logprobs_of(log_q.detach(), tokens)).clamp(max=0).exp()
@@ -148,7 +148,7 @@ def ppow(world: World, weights: Tensor, generator: torch.Generator, *, exact: bo
 
 
 def e2e_tv(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
-    """Minus the product of overlaps along texts of the target (Bebop Eq. 13)."""
+    """Return minus the sum of products of overlaps along texts of the target (Bebop Eq. 13)."""
     tokens = world.sampled(None, generator)
     log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
     alpha = torch.minimum(log_q, log_p).exp().sum(-1).flatten(0, 1)
@@ -156,7 +156,7 @@ def e2e_tv(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def kl(world: World, weights: Tensor, generator: torch.Generator) -> Tensor:
-    """KL(target || draft) along texts of the target."""
+    """Return KL(target || draft) along texts of the target."""
     tokens = world.sampled(None, generator)
     log_q, log_p = world.logprobs(weights, tokens), world.logprobs(None, tokens)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -185,7 +185,7 @@ def train(world: World, arm: str, lr: float, seed: int) -> float:
 
 
 def study(arms: Sequence[str], *, seeds: int, sweep_seeds: int) -> dict[str, Any]:
-    """Choose a rate for each arm, train every arm in every world, compare."""
+    """Choose a learning rate for each arm, train every arm in every world, and compare them."""
     sweep = {seed: World(seed) for seed in range(SWEEP_SEED, SWEEP_SEED + sweep_seeds)}
     worlds = {seed: World(seed) for seed in range(seeds)}
     start = [world.accepted(world.start).item() for world in worlds.values()]
@@ -212,7 +212,7 @@ def study(arms: Sequence[str], *, seeds: int, sweep_seeds: int) -> dict[str, Any
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table, best first."""
+    """Format the table, best arm first."""
     lines = ["| arm | lr | E[accepted] | minus e2e_tv | minus ppow |", "|---|---|---|---|---|"]
     for arm, row in sorted(results["arms"].items(), key=lambda item: -item[1]["mean"]):
         gaps = [row.get(f"minus {other}") for other in BASELINES]

@@ -2,7 +2,7 @@
 
     python -m recipes.ppow.windows [--seeds 5] [--json recipes/ppow/windows.json]
 
-switch      Fig. 4: even anchors, then only ADAW; reward and KL(draft || target) of the windows trained on
+switch      Fig. 4: even anchors, then only ADAW; reward and KL(draft || target) of the training windows
 rates       Table 3, Fig. 3: equally many further steps of KL (continued supervised training), e2e TV and PPOW
             from one start, at every learning rate; E[accepted] by enumeration after a third of the steps and
             after all
@@ -105,7 +105,7 @@ def switch(world: World, seed: int) -> dict[str, list[float]]:
 
 
 def train(world: World, arm: str, lr: float, seed: int) -> tuple[Tensor, list[float]]:
-    """Train an arm; return its weights, and E[accepted] after a third of the steps and after all."""
+    """Train an arm; return its weights, and E[accepted] after a third of the steps and after all steps."""
     weights, generator = world.start.clone().requires_grad_(), torch.Generator().manual_seed(seed)
     optimizer, found = torch.optim.Adam([weights], lr=lr), []
     for step in range(1, STEPS + 1):
@@ -131,7 +131,7 @@ def chains(count: int) -> Tree:
 
 
 def candidates(world: World, weights: Tensor, count: int, seed: int) -> float:
-    """Return the mean of accepted drafts of `count` sampled windows that are verified together."""
+    """Return the mean number of accepted drafts if `count` sampled windows are verified together."""
     generator, tree = torch.Generator().manual_seed(seed), chains(count)
     anchors = torch.arange(ANCHORS).repeat_interleave(REPEATS)
     tokens = world.sampled(weights, generator, anchors, group=count)  # [B, G, K]
@@ -140,7 +140,7 @@ def candidates(world: World, weights: Tensor, count: int, seed: int) -> float:
         found = world.logprobs(table, tokens, anchors).exp().double()  # before each draft
         after = torch.full(
             (len(anchors), count, VOCAB), 1 / VOCAB
-        ).double()  # of leaves: only the bonus is read
+        ).double()  # at leaves only the bonus token is read
         levels = [found[:, :1, 0], *(found[:, :, k] for k in range(1, DEPTHS)), after]
         rows[name] = torch.cat(levels, 1)
     uniforms = torch.rand(len(anchors), tree.num_drafts + 1, generator=generator, dtype=torch.float64)
@@ -159,7 +159,7 @@ def candidates(world: World, weights: Tensor, count: int, seed: int) -> float:
 def drafted(world: World, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draft a window for each uniform by inverse CDF and verify it: accepted [A, R], nabla [A, R].
 
-    uniforms: [2, A, R, K], of drafts and of coins, the same for every draft model.
+    uniforms: [2, A, R, K], for drafts and for coins, the same for every draft model.
     """
     tokens = torch.zeros(uniforms.shape[1:], dtype=torch.int64)
     for depth in range(DEPTHS):
@@ -184,7 +184,7 @@ def hardness(world: World, drafts: dict[str, Tensor], seed: int) -> dict[str, li
 
 
 def study(seeds: int) -> dict[str, Any]:
-    """Run everything in every world, and compare."""
+    """Run all four studies in every world, and compare."""
     found: dict[str, dict[str, list[Any]]] = {"switch": {}, "rates": {}, "candidates": {}, "hardness": {}}
 
     def add(part: str, name: str, value: Any) -> None:
@@ -229,7 +229,7 @@ PAIRS = {
 
 
 def summary(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Return means over worlds, and the paper's differences, with intervals."""
+    """Return means over worlds, and the differences that the paper reports, with intervals."""
     results: dict[str, Any] = {}
     for part, columns in found.items():
         results[part] = {name: rounded_over_seeds(values) for name, values in columns.items()}

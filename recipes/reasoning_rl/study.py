@@ -1,9 +1,9 @@
-"""Reward of training batches and of held-out tasks by step, when the recipe trains the shipped model.
+"""Measures reward by step, in training and on held-out tasks, when this recipe trains the shipped model.
 
     python recipes/reasoning_rl/study.py [key=value ...] [--runs runs/reasoning_rl_study] [--seeds 0]
 
-Runs what is missing, then writes results.json and curves.svg next to this file. Validation samples the same
-tasks for every seed.
+Starts the missing runs, then writes results.json and curves.svg next to this file. Validation samples the
+same tasks for every seed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from runs import by_step, play, records, save, validation  # noqa: E402
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """Reward by step, of batches and [step, reward, standard error] of validation; acceptance length."""
+    """Return by step: reward of batches, [step, reward, standard error] of validation, acceptance length."""
     lines, steps = records(directory)
     return {**by_step(steps), "validation": validation(lines)}
 
 
 def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """Left: reward. Right: acceptance length and entropy."""
+    """Draw reward (left), acceptance length and entropy (right)."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -49,7 +49,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    """Run, collect, draw."""
+    """Run, collect the results, and draw them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,13 +8,13 @@ drafts of every rule and gamma are then exact in expectation (`rules`). Speed ov
 
     (1 + accepted drafts of gamma) / c(batch, gamma)
 
-with the costs c of a step that `scripts/bench/drafts_pay.py` measured on two cores. c is assumed to be the
-same for all rules, and the length of a domain's answers to matter nowhere else. Half of a domain's answers,
-sampled at random, represent what a user has measured. The other half gives the speed of the choice, and of
-the best choice. The regret, the share of speed lost, is reported for these choices:
+with the costs c of a step that `scripts/bench/drafts_pay.py` measured on two cores. The costs are assumed to
+be the same for all rules and for any length of answers. Half of a domain's answers, sampled at random,
+represent what a user has measured. The other half gives the speed of the choice, and of the best choice. The
+regret, the share of speed lost, is reported for these choices:
 
-    here        rejection, block or target-only, and gamma 0 to 3, by the measured half of the same domain
-    elsewhere   the same by the measured halves of all other domains
+    here        rule (rejection, block, target-only) and gamma (0 to 3) by the measured half of this domain
+    elsewhere   rule and gamma by the measured halves of all other domains
     default     rejection with gamma 3
     never       no drafts
 
@@ -46,9 +46,9 @@ COSTS = Path("scripts/bench/results/drafts_pay.json")
 
 
 def step_costs(result: Mapping[str, Any]) -> dict[int, list[float]]:
-    """Return by batch the time of a step with 0 to 3 drafts, over one without.
+    """Return by batch the time of a step with 0 to 3 drafts, divided by the time of a step without.
 
-    result: of drafts_pay, which contains the acceptance a with 1 + a + ... + a^gamma equal to that cost.
+    result: a result of drafts_pay. It has the acceptance a for which 1 + a + ... + a^gamma equals that cost.
     """
     costs: dict[int, list[float]] = {}
     for batch in result["config"]["batches"]:
@@ -73,7 +73,7 @@ def lengths(answers: list[dict[str, np.ndarray]]) -> np.ndarray:
 
 
 def speeds(sums: np.ndarray, costs: list[float]) -> np.ndarray:
-    """Return the speed of every rule and gamma, [RULES, GAMMAS], of summed answers [RULES, GAMMAS + 1]."""
+    """Return the speed of every rule and gamma, [RULES, GAMMAS]; sums: of answers, [RULES, GAMMAS + 1]."""
     return sums[:, :-1] / sums[:, -1:] / np.array(costs)
 
 
@@ -104,7 +104,7 @@ def regrets(domains: Mapping[str, np.ndarray], costs: list[float]) -> dict[str, 
 
 
 def summary(domains: Mapping[str, np.ndarray], costs: Mapping[int, list[float]]) -> dict[str, Any]:
-    """Compute regrets by batch: of each domain, and over domains with intervals."""
+    """Compute regrets by batch, for each domain and, with intervals, over domains."""
     found: dict[str, Any] = {}
     for batch, cost in costs.items():
         table = regrets(domains, cost)
@@ -118,7 +118,7 @@ def summary(domains: Mapping[str, np.ndarray], costs: Mapping[int, list[float]])
 
 
 def main() -> None:
-    """Sample, measure, choose, write."""
+    """Sample answers, measure, choose, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

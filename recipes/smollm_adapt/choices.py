@@ -1,20 +1,21 @@
-"""Which drafter, is it trained, and by which objective: how much do choices lose that were made elsewhere?
+"""How much is lost if drafter, training and objective are chosen by measurements made elsewhere?
 
     python -m recipes.smollm_adapt.choices [--out recipes/smollm_adapt/results]
 
-Reads only committed results and takes seconds. A unit is a held-out set or a policy, with the value of every
-option there. The regret of a choice is the share of the best option's value that is lost.
+Reads only committed results and takes seconds. A unit is a held-out set or a policy, for which the value of
+every option is known. The regret of a choice is the share of the best option's value that is lost.
 
-    drafter    recipes/drafters: two domains at temperatures 0 and 1, speed against none. "measured here" is
-               the choice by the other temperature of the domain, "measured elsewhere" by the other domain.
+    drafter    recipes/drafters: two domains at temperatures 0 and 1; the value is the speed relative to no
+               drafts. "measured here" chooses by the other temperature of the same domain, "measured
+               elsewhere" by the other domain.
     training   tokens per step of the draft as it starts and after hard CE, soft KL and end-to-end TV:
                SmolLM2 in and out of domain (`objectives`), its policies after RL (`replay`), and the tiny
-               model, in and out of domain (recipes/mtp_adapt). "measured elsewhere" is the choice by the
-               mean regret over the other units.
+               model, in and out of domain (recipes/mtp_adapt). "measured elsewhere" chooses by the mean
+               regret over the other units.
     ten steps  all objectives of `objectives`: the choice is the one with the largest mean acceptance in its
-               first ten steps, on texts that it has not seen; its regret is measured at the end.
+               first ten steps, on texts that it was not trained on; its regret is measured at the end.
 
-Training time is left out. The unit of every interval is the unit of the question (Student's, 95%). Rule and
+Training time is ignored. Every interval is over the units of its question (Student's, 95%). Rule and
 gamma are chosen in `advice`. Writes choices.json and the picture.
 """
 
@@ -43,7 +44,7 @@ def result(*parts: str) -> Any:
 
 
 def drafter_units(drafters: Any) -> dict[str, dict[str, float]]:
-    """Return the speed of every drafter against none by domain and temperature; learned ones by e2e TV."""
+    """Return each drafter's speed over no drafts, by domain and temperature; learned ones use e2e TV."""
     pairs = [("MTP layer", "mtp/e2e_tv"), ("EAGLE-3", "eagle3/e2e_tv"), ("suffix lookup", "suffix")]
     return {
         name: {option: cell["arms"][arm]["speed against none"] for option, arm in pairs} | {"none": 1.0}
@@ -54,7 +55,7 @@ def drafter_units(drafters: Any) -> dict[str, dict[str, float]]:
 def training_units(objectives: Any, replay: Any, tiny: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return tokens per step of a draft as it starts and after each objective, by held-out set or policy.
 
-    tiny: results of mtp_adapt by the name of the domain that was trained on.
+    tiny: results of mtp_adapt by the name of the training domain.
     """
     names = {"hard CE": "hard_ce", "soft KL": "kl", "e2e TV": "e2e_tv"}
     units = {}
@@ -132,7 +133,7 @@ def regrets(units: Units, ways: Mapping[str, Choose], base: str) -> dict[str, An
 
 
 def ten_steps(objectives: Any, steps: int = 10) -> dict[str, Any]:
-    """Choose an objective by its first steps; return it and the share of tokens per step that this loses."""
+    """Choose an objective by its first steps; return it and the share of tokens per step that is lost."""
     table = objectives["table"]
     early = {arm: float(np.mean(row["acceptance by step and depth"][:steps])) for arm, row in table.items()}
     chosen = max(early, key=early.__getitem__)
@@ -148,7 +149,7 @@ def ten_steps(objectives: Any, steps: int = 10) -> dict[str, Any]:
 
 
 def draw(results: Mapping[str, Any], file: Path) -> None:
-    """Draw the share lost by every choice, with its interval and its units."""
+    """Draw the share that every choice loses, with its interval and the value of each unit."""
     from matplotlib.figure import Figure
 
     from rlpipe.report.png import PALETTE, TEXT
@@ -190,7 +191,7 @@ def compute() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compute, write, draw."""
+    """Compute the results, write them, and draw the picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

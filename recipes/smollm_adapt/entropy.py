@@ -1,4 +1,4 @@
-"""Acceptance of the first draft against the target's entropy, under rejection and target-only.
+"""Measures acceptance of the first draft against the target's entropy, under rejection and target-only.
 
     python -m recipes.smollm_adapt.entropy MODEL [--recipe NAME] [--temperatures 1 0.7] [--out DIR]
         [KEY=VALUE ...]
@@ -10,7 +10,7 @@ target's entropy and the exact probability that a first draft is accepted:
     rejection     sum_v min(p(v), q(v))
     target-only   p(argmax q)
 
-So both rules are compared at the same contexts, and the verifier's sampling adds no noise. Slopes are per
+So both rules are compared at the same contexts, and no sampling of the verifier adds noise. Slopes are per
 nat, over contexts and over the means of prompts; all errors are clustered by prompt. Writes entropy.json,
 entropy.svg and entropy.png.
 """
@@ -68,7 +68,7 @@ def measure(config: Config, trainer: MegatronTrainer) -> dict[str, Contexts]:
             share_prefixes=trainer.shares_prefixes,
         )
 
-        # Depth 1 only: whether deeper depths are reached depends on what was accepted.
+        # Only depth 1, because it depends on acceptance whether deeper depths are reached.
         order = {instance_id: number for number, instance_id in enumerate(domain.instance_ids)}
         tables = [
             (order[t.instance_id], table[1])

@@ -1,22 +1,22 @@
-"""Drafts that are linear in SmolLM2's features, in closed form: which inputs, which heads, how many texts.
+"""Compares drafts that are linear in SmolLM2's features: which inputs, which heads, how many texts?
 
     python -m recipes.smollm_adapt.linear [--out FILE] [--texts 40] [--held-out 16]
 
 A draft predicts the feature that the head will multiply, as EAGLE's first version does. It is fitted by
-least squares with a ridge on the model's own answers, so that no optimizer, rate or seed matters. Notation:
+ridge regression on the model's own answers, so no optimizer, learning rate or seed matters. Notation:
 f_t is the feature after token t, e_t the embedding of token t, and depth k predicts f_{t+k}.
 
-    EAGLE             f_{t+1} from (f_t, e_{t+1}); deeper from its own prediction and the next token
+    EAGLE             f_{t+1} from (f_t, e_{t+1}); deeper depths from its own prediction and the next token
     unshifted         f_{t+1} from (f_t, e_t); the sampled token is not known
-    feature only      f_{t+1} from f_t; deeper from its own prediction
+    feature only      f_{t+1} from f_t; deeper depths from its own prediction
     token only        f_{t+1} from e_{t+1}
     parallel heads    f_{t+k} from f_t, one map per depth (Medusa, Gloeckle)
     Hydra heads       f_{t+k} from (f_t, e_{t+1} .. e_{t+k}), one map per depth
     three layers      EAGLE at depth 1 from features after a third, two thirds and all of the layers
 
 Hidden states of the frozen model are computed once and stored. Measured on held-out answers at temperature 1:
-the exact acceptance sum_v min(p, q) of each depth, and accepted drafts of a window of three, exact in the
-mean over the target's tokens. Tokens that the draft does not know (all but the most frequent) count as
+the exact acceptance sum_v min(p, q) of each depth, and accepted drafts of a window of three, exact in
+expectation over the target's tokens. Tokens outside the draft's vocabulary of frequent tokens count as
 rejected. The unit of every interval is the held-out text (Student's, 95%, paired).
 """
 
@@ -48,7 +48,7 @@ SIZES = (5, 10, 20, 40)  # texts to fit on
 
 @dataclass(slots=True)
 class Text:
-    """An answer of T tokens. ids: [T]. sampled: [T] bool. layers: [3, T, H], f last. embedded: [T, H]."""
+    """An answer of T tokens. ids: [T]. sampled: [T] bool. layers: [3, T, H], last is f. embedded: [T, H]."""
 
     ids: Tensor
     sampled: Tensor
@@ -57,7 +57,7 @@ class Text:
 
     @property
     def anchors(self) -> Tensor:
-        """Return the positions t of which tokens t + 1 .. t + DEPTHS + 1 are sampled."""
+        """Return the positions t for which tokens t + 1 .. t + DEPTHS + 1 are sampled."""
         after = [self.sampled.roll(-k) for k in range(1, DEPTHS + 2)]
         known = torch.arange(len(self.ids)) < len(self.ids) - DEPTHS - 1
         return (torch.stack(after).all(0) & known).nonzero().flatten()
@@ -85,7 +85,7 @@ def normed(x: Tensor) -> Tensor:
 def fit(inputs: Tensor, outputs: Tensor) -> Tensor:
     """Solve for the least-squares map [inputs, outputs], in float64.
 
-    The ridge is that of RIDGES whose fit to the first three quarters of the rows is best on the last quarter.
+    The ridge is chosen from RIDGES: fitted to the first three quarters of the rows, best on the last quarter.
     """
     x, y = inputs.double(), outputs.double()
     cut = 3 * len(x) // 4
@@ -113,14 +113,14 @@ def rows(texts: Sequence[Text], part: str, shift: int) -> Tensor:
 
 
 def targets(texts: Sequence[Text], depth: int) -> Tensor:
-    """Return f_{t+depth} of all anchors, [N, H]."""
+    """Return f_{t+depth} for all anchors t, [N, H]."""
     return torch.cat([text.layers[-1][text.anchors + depth] for text in texts])
 
 
 def one_map(
     inputs: Sequence[tuple[str, int]], depth: int, train: Sequence[Text], test: Sequence[Text]
 ) -> Tensor:
-    """Fit f_{t+depth} to some inputs, (part, shift), and predict it for held-out anchors."""
+    """Fit f_{t+depth} to some inputs, each (part, shift), and predict it for held-out anchors."""
     x, y = (torch.cat([rows(texts, *one) for one in inputs], -1) for texts in (train, test))
     return y @ fit(x, targets(train, depth))
 
@@ -157,8 +157,8 @@ def arms(train: Sequence[Text], test: Sequence[Text]) -> dict[str, list[Tensor]]
 class HeldOut:
     """The outputs of the target at the anchors of held-out texts, computed once for all drafts.
 
-    p: by depth, [N, D], of the tokens in the draft's vocabulary. p_x: [N, K] log-probabilities of the
-    realised tokens. index: [N, K] of the realised tokens in the draft's vocabulary, D for all others.
+    p: by depth, [N, D], probabilities of the tokens in the draft's vocabulary. p_x: [N, K] log-probabilities
+    of the realised tokens. index: [N, K] indices of the realised tokens in the draft's vocabulary, else D.
     """
 
     def __init__(self, texts: Sequence[Text], head: Tensor, table: Tensor) -> None:
@@ -176,7 +176,7 @@ class HeldOut:
         self.p_x, self.index = torch.stack(p_x, -1), torch.stack(index, -1)
 
     def measure(self, states: Sequence[Tensor]) -> dict[str, list[float]]:
-        """Return alpha_k of each depth and accepted drafts of a window, means over each text's anchors."""
+        """Return alpha_k of each depth and accepted drafts of a window, as means over each text's anchors."""
         alphas, q_x = [], []
         for depth, state in enumerate(states):
             log_q = (state @ self.rows.T).log_softmax(-1)
@@ -203,7 +203,7 @@ def compare(found: Mapping[str, Mapping[str, Sequence[float]]], against: str) ->
 
 
 def load(args: argparse.Namespace) -> tuple[list[Text], list[Text], Tensor, Tensor]:
-    """Return the texts to fit, the held-out ones, the head and the draft's table; computed once."""
+    """Return the texts to fit, the held-out texts, the head and the draft's vocabulary; computed once."""
     if not args.states.is_file():
         from transformers import AutoModelForCausalLM
 
@@ -223,7 +223,7 @@ def load(args: argparse.Namespace) -> tuple[list[Text], list[Text], Tensor, Tens
 
 
 def main() -> None:
-    """Fit, measure, write; print the tables."""
+    """Fit, measure, write the results, and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

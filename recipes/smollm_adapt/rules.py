@@ -1,9 +1,9 @@
-"""Acceptance against the target's entropy under four rules at the same contexts: slopes by prompt resampling.
+"""Measures acceptance against the target's entropy under four rules; slopes have intervals over prompts.
 
     python -m recipes.smollm_adapt.rules [--out recipes/smollm_adapt/rules] [--texts 90] [--others 60]
 
-The shipped MTP layer of SmolLM2 reads answers of the model at temperature 1. At every anchor of three drafted
-tokens the exact probabilities are computed, so there is no sampling noise:
+The shipped MTP layer of SmolLM2 reads answers of the model at temperature 1. At every anchor with three
+drafted tokens, exact probabilities are computed under all rules, so there is no sampling noise:
 
     first draft   rejection sum_v min(p, q), target-only p(argmax q), greedy 1[argmax p = argmax q]
     window of 3   expected accepted drafts under rejection, block and target-only, exact in expectation over
@@ -11,9 +11,9 @@ tokens the exact probabilities are computed, so there is no sampling noise:
 
 Slopes per nat are taken over all contexts, within prompts, between the means of prompts, and by intervention
 (the first draft at the same contexts, with target and draft at other temperatures). At temperature 0 every
-lossless rule is greedy. Intervals are 95%, by resampling prompts. Bounds of Proposition 1 and the structure
-of the mismatch |q - p| (Propositions 2, 4) are measured at the same contexts. Writes results.json, rules.svg
-and rules.png.
+lossless rule equals greedy. Intervals are 95%, by resampling prompts. The bounds of Bebop's Proposition 1 and
+the structure of the mismatch |q - p| (Propositions 2, 4) are measured at the same contexts. Writes
+results.json, rules.svg and rules.png.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 
 @torch.inference_mode()
 def contexts(layer: Layer, text: Text, head: torch.Tensor, table: torch.Tensor) -> dict[str, np.ndarray]:
-    """Compute entropies and acceptance at the anchors of a text that draft three tokens, [n] each.
+    """Compute entropies and acceptance at those anchors of a text that draft three tokens, [n] each.
 
     "RULE, reach" is [n, 3]: the expectation of entry j is Pr(at least j drafts accepted).
     """
@@ -101,7 +101,7 @@ def first_drafts(
 ) -> dict[float, dict[str, np.ndarray]]:
     """Compute entropy and acceptance of first drafts at the anchors of `contexts`, [n] each, by temperature.
 
-    The contexts are those of temperature 1; at each of them, target and draft use another temperature.
+    The texts were sampled at temperature 1; at each context, target and draft use another temperature.
     """
     anchors = _anchors(text)
     state = layer.unroll(text.hidden[None].float(), text.ids[None])[0][0, anchors]
@@ -127,7 +127,8 @@ def _anchors(text: Text) -> torch.Tensor:
 def slopes(x: list[np.ndarray], y: list[np.ndarray], weights: np.ndarray) -> dict[str, np.ndarray]:
     """Compute the slope of y on x over contexts, within prompts and between their means.
 
-    x, y: of each prompt. weights: [B, P], how often each draw takes each prompt. Returns [B] each.
+    x, y: arrays of each prompt. weights: [B, P], how often each resample contains each prompt. Returns [B]
+    each.
     """
     sums = np.array(
         [[len(a), a.sum(), b.sum(), (a * a).sum(), (a * b).sum()] for a, b in zip(x, y, strict=True)]
@@ -145,7 +146,7 @@ def slopes(x: list[np.ndarray], y: list[np.ndarray], weights: np.ndarray) -> dic
 
 
 def resampled(count: int) -> np.ndarray:
-    """Return how often each resample takes each prompt, [1 + DRAWS, count]; the first takes each once."""
+    """Return how often each resample contains each prompt, [1 + DRAWS, count]; the first has each once."""
     draws = np.random.default_rng(SEED).multinomial(count, np.full(count, 1 / count), DRAWS)
     return np.concatenate([np.ones((1, count)), draws])
 
@@ -180,7 +181,7 @@ def estimate(values: np.ndarray) -> list[float]:
 
 
 def analyse(prompts: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Compute means, slopes, differences of slopes, bins and bounds over prompts with any context."""
+    """Compute means, slopes, differences of slopes, bins and bounds over prompts that have contexts."""
     count, weights = len(prompts), resampled(len(prompts))
     sizes = np.array([len(one["entropy"]) for one in prompts])
     result: dict[str, Any] = {"prompts": count, "contexts": int(sizes.sum())}

@@ -9,10 +9,11 @@ OUT receives `mtp_layer.safetensors` and `draft_vocab.json`. The layer starts in
     1 - sum_v min(p_v, q_v)
 
 summed over three depths: the probability that rejection sampling rejects a token. `mtp_adapt` trains the
-layer of any model with the same loss. Two things are faster here, because the backbone never changes and the
-draft's vocabulary is small. Hidden states are computed once. Of the head, only the rows of the draft's
-vocabulary are multiplied, as p = exp(logit - logsumexp) also needs only the target's logsumexp. The shipped
-files came from these answers and this loss in two runs: 62 steps at a rate of 2e-3, then 547 at 3e-3.
+layer of any model with the same loss. This script is faster, because the backbone never changes and the
+draft's vocabulary is small. Hidden states are computed once. Only those rows of the head are multiplied that
+belong to the draft's vocabulary; p = exp(logit - logsumexp) needs in addition only the target's logsumexp.
+The shipped files came from these answers and this loss in two runs: 62 steps at a rate of 2e-3, then 547 at
+3e-3.
 
 Matrices are updated by Muon (orthogonalised momentum), vectors by AdamW.
 """
@@ -42,13 +43,13 @@ from rlpipe.models.checkpoint import MTP_PREFIX
 ROLLOUTS = "models/smollm2/rollouts.jsonl.gz"
 DEPTHS = 3
 DEPTH_WEIGHTS = (1.0, 0.9, 0.8)
-TABLE = 8192  # tokens of the draft
+TABLE = 8192  # tokens in the draft's vocabulary
 HELD_OUT_EVERY = 25
 BATCH_TOKENS = 2500
 LEARNING_RATE = 3e-3
 WARMUP = 8
 DECAY = 0.6  # share of the steps, at the end, over which the learning rate falls to zero
-_FITTED = 1500  # sequences of the closed-form start
+_FITTED = 1500  # sequences for the closed-form start
 _PASS_TOKENS = 6000
 _SORTED = 600  # sequences that are sorted by length together, so that batches need little padding
 
@@ -70,7 +71,7 @@ class Cached:
 def compute_states(
     model: Any, samples: Sequence[Sample], fitted: set[int]
 ) -> tuple[list[Cached], list[States]]:
-    """Run the backbone over all sequences; return the inputs of training, and the states to fit."""
+    """Run the backbone over all sequences; return the training inputs, and the states for the closed form."""
     head = model.get_output_embeddings().weight
     cached: list[Cached | None] = [None] * len(samples)
     states = []
@@ -194,7 +195,7 @@ class Layer:
         return self._norm(x + self._product(gated, "mlp.down_proj").float(), "final_layernorm")
 
     def unroll(self, hidden: Tensor, ids: Tensor) -> list[Tensor]:
-        """Return the states of each depth, [B, S, H]; those of anchors near a row's end are meaningless."""
+        """Return the states of each depth, [B, S, H]; states of anchors near a row's end are meaningless."""
         state, keys, values, states = hidden, [], [], []
         for depth in range(1, DEPTHS + 1):
             x = self._join(state, ids.roll(-depth, 1))
@@ -210,7 +211,7 @@ def depth_acceptances(layer: Layer, batch: Sequence[Cached], rows: Tensor) -> li
     Args:
         layer: the draft.
         batch: sequences.
-        rows: [D, H], the table's rows of the head.
+        rows: [D, H], the head's rows for the draft's vocabulary.
     """
 
     def padded(name: str) -> Tensor:
@@ -273,7 +274,7 @@ def batches(lengths: Sequence[int], rng: np.random.Generator) -> list[list[int]]
 
 
 def train(layer: Layer, data: Sequence[Cached], rows: Tensor, steps: int) -> None:
-    """Train the layer, and print the acceptance on held-out sequences at intervals."""
+    """Train the layer, and print the acceptance on held-out sequences from time to time."""
     held_out, training = data[::HELD_OUT_EVERY], [d for i, d in enumerate(data) if i % HELD_OUT_EVERY]
     weights = list(layer.weights.values())
     optimizers = [
@@ -324,7 +325,7 @@ def measure(layer: Layer, data: Sequence[Cached], rows: Tensor) -> list[float]:
 
 
 def main() -> None:
-    """Make the layer and its table."""
+    """Make the layer and the list of its draft vocabulary."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

@@ -73,7 +73,7 @@ def _no_score(data: Data, answer: str) -> float:
 
 
 def _draw_from(templates: Sequence[str], subjects: Sequence[str]) -> Draw:
-    """Return a sampler of a template with a subject; every fourth subject is held out."""
+    """Return a function that samples a template with a subject; every fourth subject is held out."""
     by_side = sides(subjects)
 
     def draw(rng: random.Random, held_out: bool) -> Data:

@@ -1,4 +1,4 @@
-"""Held-out reward of each task over several seeds of the recipe, and minutes by part.
+"""Measures the held-out reward of each task over several seeds of the recipe, and the minutes of each part.
 
 Runs the seeds that are missing under `--runs`, one after the other, then writes `--out`. A finished run
 is not repeated. Intervals are 95%: Wilson's over the held-out prompts of a seed, Student's over seeds.
@@ -18,7 +18,7 @@ from recipes.runs import over_seeds, play, records
 from recipes.smollm_rl.tasks import TASKS
 from rlpipe.metrics.statistics import Interval, wilson
 
-PARTS = ("wait_rollout", "update_actor", "update_weights", "validate")  # of a run, by timing_s/NAME
+PARTS = ("wait_rollout", "update_actor", "update_weights", "validate")  # parts of a run, by timing_s/NAME
 
 
 def measured(directory: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _minutes(directory: Path) -> float:
 
 
 def summary(by_seed: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return reward before and after, and the gain, over seeds: of each task and of the mean of all."""
+    """Return reward before and after, and the gain, over seeds, for each task and the mean of all tasks."""
     runs = [run["tasks"] for run in by_seed.values()]
     ends = {
         task: {end: [run[task][end]["reward"] for run in runs] for end in ("before", "after")}
@@ -81,7 +81,7 @@ def summary(by_seed: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the missing seeds, measure, write."""
+    """Run the missing seeds, measure, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -41,7 +41,7 @@ class Attempt:
 
 
 class Suite(SplitTable):
-    """Ids are `task.train.number` and `task.held_out.number`.
+    """The suite of all tasks; ids are `task.train.number` and `task.held_out.number`.
 
     Raises ValueError for a task that does not exist, or for more prompts than a task has.
     """

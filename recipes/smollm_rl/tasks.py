@@ -14,8 +14,8 @@ A task samples a prompt with the data that its score needs, and scores an answer
     >>> task.score(data, "The largest number is 998."), task.score(data, "It is 533.")
     (1.0, 0.0)
 
-Training and held-out prompts never share a text: a topic, a word or a set of three numbers belongs to one of
-the two sides (`sides`).
+Training and held-out prompts never have the same text: a topic, a word or a set of three numbers belongs to
+only one of the two sides (`sides`).
 
 Every sentence must also pass `is_sentence`, so that repetitions, copies of the prompt and strings of letters
 earn nothing. Truth and sense are not rewarded: "Honey bees eat the moon at night." passes.
@@ -95,7 +95,7 @@ def data_of(
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """draw: makes a prompt of the training set, or of the held-out one. score: 0 or 1 for an answer."""
+    """A task. draw: makes a prompt of the training or the held-out set. score: 0 or 1 for an answer."""
 
     draw: Callable[[random.Random, bool], Data]
     score: Callable[[Data, str], float]
@@ -106,7 +106,7 @@ class Task:
         return data["prompt"], data
 
     def examples(self, count: int, *, held_out: bool = False, seed: int = 0) -> list[tuple[str, Data]]:
-        """Return `count` distinct prompts, the same ones for equal arguments, each with its data.
+        """Return `count` distinct prompts, each with its data; equal arguments give the same prompts.
 
         Raises ValueError when the task has fewer prompts.
         """
@@ -125,7 +125,7 @@ class Task:
         return list(examples.items())
 
 
-# --- what training and held-out prompts are made of -------------------------------------------------
+# --- parts of training and held-out prompts -------------------------------------------------
 
 
 def sides(names: Sequence[str]) -> dict[bool, list[str]]:
@@ -144,7 +144,7 @@ _TOPICS, _WORDS = sides(TOPICS), sides(WORDS)
 
 
 def _held_out_numbers(numbers: Sequence[int]) -> bool:
-    """Return whether three numbers are held out, in whatever order they appear."""
+    """Return whether three numbers are held out; their order does not matter."""
     return sum(numbers) % HELD_OUT_EVERY == 0
 
 
@@ -214,7 +214,7 @@ def is_sentence(answer: str, prompt: str) -> bool:
 
 
 def names_topic(answer: str, topic: str) -> bool:
-    """Return whether an answer has a content word of the topic, in whatever form.
+    """Return whether an answer has a content word of the topic, in any inflected form.
 
     >>> names_topic("A bee is an insect.", "honey bees"), names_topic("It is an insect.", "honey bees")
     (True, False)

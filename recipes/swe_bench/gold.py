@@ -2,7 +2,8 @@
 
     python recipes/swe_bench/gold.py FILE [--jobs N] [env.KEY=VALUE ...]
 
-Settings are those of a run of env=swe. Names the instances that are graded wrongly, and exits with 1 then.
+Settings are those of a run with env=swe. Prints the instances that are graded wrongly, and exits with 1 if
+there are any.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Writes OUT/repos/OWNER/NAME.git and OUT/verified.jsonl (with --parquet: verified.parquet), with the columns of
 SWE-bench Verified. The bugs and repairs are those of the shipped instances. Each of four repositories holds
-five commits; tests are named as by pytest, bare functions (sympy) or unittest (django).
+five commits. Tests are named in the way of pytest, as bare functions (sympy), or in the way of unittest
+(django).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def as_functions(text: str) -> str:
-    """Return a unittest module as functions with assert statements, as pytest runs them."""
+    """Convert a unittest module to functions with assert statements, as pytest runs them."""
     tree = ast.parse(text)
     functions = []
     for node in tree.body:
@@ -112,7 +113,7 @@ def layout(repo: str, record: dict[str, Any]) -> tuple[dict[str, str], dict[str,
 
 
 def instance(work: Path, repo: str, number: int, record: dict[str, Any]) -> dict[str, Any]:
-    """Commit the broken sources, and return the row."""
+    """Commit the broken sources, and return the instance's row."""
     sources, tests, names = layout(repo, record)
     write(work, sources)
     git(work, "add", "-A")
@@ -150,7 +151,7 @@ def instance(work: Path, repo: str, number: int, record: dict[str, Any]) -> dict
 
 
 def make(out: Path, *, parquet: bool = False) -> Path:
-    """Write repositories and rows below `out`; return the file of rows."""
+    """Write repositories and rows below `out`; return the file with the rows."""
     with (shipped("data/swe") / "train.jsonl").open() as file:
         records = [json.loads(next(file)) for _ in range(EACH * len(REPOS))]
 

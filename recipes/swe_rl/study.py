@@ -1,8 +1,8 @@
-"""Measures the claim of this recipe: rejection against none, three seeds, all else equal.
+"""Measures the claim of this recipe: rejection against no drafts, three seeds, everything else equal.
 
-Runs what is missing under `--runs`, then writes `--out` (and `curves.svg` where matplotlib is installed), by
-default next to this file. With `--out` in another folder, `curves.svg` here stays as it is. Finished runs are
-not repeated; interrupted runs are resumed.
+Starts the runs that are missing under `--runs`, then writes `--out` (and `curves.svg` where matplotlib is
+installed), by default next to this file. If `--out` is in another folder, `curves.svg` here is not changed.
+Finished runs are not repeated; interrupted runs are resumed.
 
     python recipes/swe_rl/study.py [--runs DIR] [--seeds 0 1 2] [--modes rejection none] [--out JSON]
 """
@@ -24,7 +24,7 @@ SETS = {"held_instances": "new instances", "held_families": "new families"}
 
 
 def curve(directory: Path) -> dict[str, object]:
-    """Validation and training figures of a run by step, and both ends of the run."""
+    """Return validation and training figures of a run by step, and of its first and last steps."""
     lines, steps = records(directory)
     outcome: dict[str, object] = {
         "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
@@ -55,7 +55,7 @@ def curve(directory: Path) -> dict[str, object]:
 
 
 def draw(results: dict[str, dict[str, object]], out: Path) -> None:
-    """Both held-out sets over steps, one line a run, colour by mode."""
+    """Draw both held-out sets over steps, one line per run, coloured by mode."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -77,7 +77,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
 
 
 def main() -> None:
-    """Run, collect, draw."""
+    """Run, collect the results, and draw them."""
     parser = argparse.ArgumentParser(description="Three seeds, rejection against none.")
     parser.add_argument("--runs", type=Path, default=Path("runs/swe_rl_study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

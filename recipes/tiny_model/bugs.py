@@ -1,8 +1,9 @@
-"""Every single-token mutant of a small function, by kind of bug.
+"""Lists every single-token mutant of a small function, by kind of bug.
 
-Owns the enumeration, from the text only. The generator plants one of these mutants as the bug and demands
-tests that kill all of them; demonstrators sample wrong edits from the same list. Besides replaced tokens it
-lists four other slips: a missing return, an inverted condition, swapped operands, a slice of the wrong side.
+Mutants are enumerated from the text only. The generator plants one of them as the bug and demands
+tests that kill all of them; demonstrators sample wrong edits from the same list. In addition to replaced
+tokens the list has four other slips: a missing return, an inverted condition, swapped operands, a slice of
+the wrong side.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _OPERAND = r'(\w+|"[^"]*")'
 
 
 def mutants(lines: list[str]) -> list[Mutant]:
-    """All mutants of a function given as its source lines; the `def` line stays as it is.
+    """Return all mutants of a function, given as its source lines; the `def` line is not changed.
 
     >>> [m.text.strip() for m in mutants(["def f(a, b):", "    return a - b"]) if m.kind == "swapped"]
     ['return b - a']
@@ -87,7 +88,7 @@ def mutants(lines: list[str]) -> list[Mutant]:
 
 
 def plantable(mutant: Mutant) -> bool:
-    """Return whether the mutant surely ends; appending to the list of the loop does not."""
+    """Return whether the mutant is sure to end; appending to the list of the loop does not end."""
     receiver = re.search(r"(\w+)\.append\(", mutant.text)
     return receiver is None or receiver[1] == "out"
 

@@ -1,6 +1,6 @@
-"""The model card of the tiny model.
+"""Writes the model card of the tiny model.
 
-Owns the text and measures nothing: scores come from the real engine and environment.
+This module only has the text and measures nothing: scores come from the real engine and environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SETS = {"held_instances": "new instances of known families", "held_families": "n
 
 @dataclass(slots=True, kw_only=True)
 class SetScores:
-    """Success on one held-out set: fraction of `instances` solved.
+    """The fraction of `instances` of one held-out set that are solved.
 
     greedy: T = 0. sampled: mean over `samples` attempts at T = 1. pass_at_8: solved by any of 8 attempts.
     """
@@ -36,8 +36,8 @@ def write_card(
 ) -> None:
     """Write README.md into the checkpoint directory `path`.
 
-    scores: per held-out set, both names of `SETS`. acceptance: figures of the MTP layer by name.
-    Raises ValueError when a set is missing: a card with only one set hides how well the model generalises.
+    scores: by held-out set, for both names in `SETS`. acceptance: figures of the MTP layer by name.
+    Raises ValueError if a set is missing: a card with only one set hides how well the model generalises.
     """
     missing = set(SETS) - set(scores)
     if missing:

@@ -2,8 +2,8 @@
 
     python -m recipes.tiny_model.curves RUN [--out curves.svg]
 
-Left: share of the model's own tokens that it gets right (teacher-forced), through skill and imitation.
-Right: expected acceptance Σ_v min(p, q) of each depth while the MTP layer learns. A dot is one record.
+Left: teacher-forced accuracy on the model's own tokens, during the stages skill and imitation.
+Right: expected acceptance Σ_v min(p, q) of each depth, while the MTP layer learns. A dot is one record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STAGES = {"skill": "#0072B2", "imitation": "#D55E00", "mtp": "#009E73"}
 
 
 def main() -> None:
-    """Read, draw."""
+    """Read the metrics and draw the curves."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -26,7 +26,7 @@ def main() -> None:
     stages: dict[str, dict[int, dict]] = {stage: {} for stage in STAGES}
     for line in (args.run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        stages[record["stage"]][record["step"]] = record  # a run that was interrupted repeats some
+        stages[record["stage"]][record["step"]] = record  # a resumed run repeats some records
 
     import matplotlib
 

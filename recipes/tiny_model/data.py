@@ -1,7 +1,8 @@
 """Training data of the warm start: instances, traces of demonstrators, length-bucketed batches.
 
-Owns generation (cached in the run directory), loss weights and batch order. The batch of step i is a
-pure function of the seed and i, so a resumed run sees the same batches as an uninterrupted one.
+This module generates data (cached in the run directory), and determines loss weights and batch order. The
+batch of step i is a pure function of the seed and i, so a resumed run sees the same batches as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Trace:
 
 
 def load_instances(config: Settings, run_dir: Path) -> list[dict[str, Any]]:
-    """The training instances, generated once and cached; none of them is in a held-out set."""
+    """Return the training instances, generated once and cached; none of them is in a held-out set."""
     cache = run_dir / "instances.jsonl"
     if not cache.is_file():
         held = held_out_sets(config.held_out, config.data_seed, workers=config.workers)
@@ -49,7 +50,7 @@ def load_instances(config: Settings, run_dir: Path) -> list[dict[str, Any]]:
 def traces_of(
     records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, stage: StageConfig, seed: int
 ) -> list[Trace]:
-    """One trace per record, its demonstrator sampled from the stage's mix."""
+    """Make one trace per record, by a demonstrator sampled from the stage's mix."""
     rng = random.Random(seed)
     kinds, weights = [Demonstrator(k) for k in stage.mix], list(stage.mix.values())
     conversations = [demonstrate(rng, r, rng.choices(kinds, weights)[0]) for r in records]
@@ -59,7 +60,7 @@ def traces_of(
 def encode_all(
     tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], stage: StageConfig
 ) -> list[Trace]:
-    """Tokens as the chat template gives them, with a loss weight each."""
+    """Tokenise conversations by the chat template; give each token a loss weight."""
     texts = [message["content"] for messages in conversations for message in messages]
     bodies = iter(tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
     roles = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in ROLES}
@@ -78,7 +79,7 @@ def encode_all(
 
 
 def _wrong_turns(messages: Messages) -> set[int]:
-    """Edits whose test did not pass afterwards, and what was submitted without a passed test."""
+    """Return the turns with edits after which the test failed, and with submissions without a passed test."""
     wrong = set()
     passed = False
     for turn in range(len(messages) - 1, 0, -1):
@@ -113,7 +114,7 @@ class Batches:
         return len(self._bounds)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Batch of a step: ids [B, T] int64, padded on the right, and weights [B, T] float32."""
+        """Return the batch of a step: ids [B, T] int64, padded on the right, and weights [B, T] float32."""
         epoch, place = divmod(step, len(self))
         if epoch not in self._order:
             order = list(range(len(self)))
@@ -131,7 +132,7 @@ class Batches:
 
 
 class CopyDrill:
-    """Batches `<|user|> words <|end|> <|assistant|> the same words <|end|>`, which teach copying first.
+    """Batches of `<|user|> words <|end|> <|assistant|> the same words <|end|>`, which teach copying first.
 
     Half of the words are sampled by their frequency in traces and half uniformly over the vocabulary in use.
     """
@@ -146,7 +147,7 @@ class CopyDrill:
         self._batch_tokens, self._seed = batch_tokens, seed
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Batch of a step: ids [B, 2n + 4] and weights, 1 on the copy and its end."""
+        """Return the batch of a step: ids [B, 2n + 4], and weights, which are 1 on the copy and its end."""
         rng = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         n = int(torch.randint(6, 25, (1,), generator=rng))
         rows = max(1, self._batch_tokens // (2 * n + 4))

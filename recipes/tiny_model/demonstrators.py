@@ -1,11 +1,11 @@
 """Traces of demonstrators of mixed quality: the commands that each writes, and their output.
 
-Owns the action format the shipped model learns, one shell command a turn:
+This module defines the action format that the shipped model learns, one shell command a turn:
 
     grep -l 'def band' *.py -> grep -n '' core.py -> sed -i '2c\\    return ...' core.py
     -> python3 -m unittest 2>&1 | tail -1 -> submit
 
-Observations are computed here without a sandbox; a test holds them equal to what a real shell prints.
+Observations are computed here without a sandbox; a test checks that they equal what a real shell prints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Demonstrator(StrEnum):
     """A way to work on an instance."""
 
     CAREFUL = "careful"  # locate, view, fix, test, submit
-    RETRY = "retry"  # a wrong fix first, seen in the test, then as careful
+    RETRY = "retry"  # a wrong fix first, detected by the test, then like CAREFUL
     AT_ONCE = "at_once"  # submits without looking
     LOCATED = "located"  # submits after locating
     VIEWED = "viewed"  # submits after viewing
@@ -39,9 +39,9 @@ class Demonstrator(StrEnum):
 
 
 def demonstrate(rng: random.Random, record: Record, who: Demonstrator) -> Messages:
-    """The conversation of one demonstrator with an instance, statement first, `submit` last.
+    """Return the conversation of one demonstrator with an instance, from the statement to `submit`.
 
-    Falls back to CAREFUL where the line to fix has no wrong alternative.
+    The demonstrator is CAREFUL if the line to fix has no wrong alternative.
     """
     wrong = wrong_fixes(record) if who in (Demonstrator.RETRY, Demonstrator.UNTESTED) else []
     if who in (Demonstrator.RETRY, Demonstrator.UNTESTED) and not wrong:
@@ -69,7 +69,7 @@ def demonstrate(rng: random.Random, record: Record, who: Demonstrator) -> Messag
 
 
 def edit_command(record: Record, line: str) -> str:
-    """The sed command that replaces the faulty line. Its backslash preserves the leading spaces."""
+    """Return the sed command that replaces the faulty line. Its backslash preserves the leading spaces."""
     return f"sed -i '{record['line']}c\\{line}' {record['file']}"
 
 
@@ -79,14 +79,14 @@ def numbered(text: str) -> str:
 
 
 def edited(record: Record, line: str) -> dict[str, str]:
-    """The files after `edit_command`."""
+    """Return the files after `edit_command`."""
     lines = record["files"][record["file"]].split("\n")
     lines[record["line"] - 1] = line
     return {**record["files"], record["file"]: "\n".join(lines)}
 
 
 def wrong_fixes(record: Record) -> list[str]:
-    """Mutants of the fixed line other than the bug itself, plausible slips of a hasty programmer."""
+    """Return mutants of the fixed line other than the bug itself: plausible slips of a hasty programmer."""
     block = function_block(record)
     file_lines = record["files"][record["file"]].split("\n")
     start = next(i for i, text in enumerate(file_lines) if text.startswith(f"def {record['function']}("))

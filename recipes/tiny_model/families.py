@@ -1,9 +1,9 @@
 """The families of small functions that instances are made of: code, specification, inputs.
 
-Owns the grammar. A family is a body and a one-sentence specification with the same slots; filling
-the slots gives a `Function` whose specification states everything its code does, with literal names
-and constants. Train families and held-out families share slots and phrases, never a body. Owns no
-bug and no repository (`bugs`, `generate`).
+This module is the grammar; bugs and repositories are made by `bugs` and `generate`. A family is a body and a
+one-sentence specification with the same slots. Filling the slots gives a `Function`; its specification states
+everything that its code does, with literal names and constants. Training families and held-out families share
+slots and phrases, but never a body.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ CHOICES = {
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Family:
-    """A shape of function.
+    """A template of functions.
 
     params: slots that become parameters: a b c numbers, xs a list of numbers, s a string, ss strings.
-    body: code with slots, unindented. spec: what it returns, with the same slots (`op_` is op as text).
+    body: code with slots, unindented. spec: describes the return value, with the same slots (`op_` is op as
+    text).
     """
 
     name: str
@@ -228,7 +229,7 @@ def sample_function(rng: random.Random, family: Family, name: str) -> Function:
 
 
 def sample_args(rng: random.Random, function: Function) -> tuple[object, ...]:
-    """Random arguments, crowded around the constants of the function, where mutants differ."""
+    """Sample arguments, most of them near the constants of the function, where mutants differ from it."""
     near = [int(function.slots[slot]) + delta for slot in "km" for delta in (-1, 0, 1)]
 
     def number() -> int:
@@ -255,7 +256,7 @@ def sample_args(rng: random.Random, function: Function) -> tuple[object, ...]:
 
 
 def call(lines: list[str], name: str, cases: list[tuple[object, ...]]) -> list[tuple[str, object]]:
-    """Outcomes of a function on each of `cases`: ("value", v) or ("error", exception name)."""
+    """Return the outcome of a function on each of `cases`: ("value", v) or ("error", exception name)."""
     namespace: dict[str, object] = {}
     exec("\n".join(lines), namespace)
     function = namespace[name]

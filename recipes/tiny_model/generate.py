@@ -2,10 +2,10 @@
 
     python -m recipes.tiny_model.generate --out data/swe --train 3000 --held 256 --seed 0
 
-Owns planting, choosing test cases, and the three data sets. Flow: sample a function of a family ->
-choose test cases until every mutant of it fails one (by running them; else reject) -> one mutant
-becomes the bug -> neighbours and other modules -> a record with SWE-bench's field names.
-Held-out sets are made first; training data that repeats them is refused (`dedup_keys`).
+This module plants bugs, chooses test cases, and makes the three data sets. Flow: sample a function of a
+family -> choose test cases by running them, until every mutant fails one (else reject the function) -> one
+mutant becomes the bug -> add neighbouring functions and other modules -> a record with SWE-bench's field
+names. Held-out sets are made first; training data that repeats them is refused (`dedup_keys`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Record = dict[str, Any]
 
 
 def make_instance(rng: random.Random, families: dict[str, Family]) -> Record:
-    """One instance; tries until a sampled function has tests that kill all its mutants.
+    """Make one instance; sample functions until one has tests that kill all its mutants.
 
     Returns a record with instance_id, repo, base_commit, version, problem_statement, patch, test_patch,
     FAIL_TO_PASS, PASS_TO_PASS, files {path: text} and the metadata function, family, bug_kind, file,
@@ -94,7 +94,7 @@ def killing_cases(
 
 
 def apply(lines: list[str], mutant: Mutant) -> list[str]:
-    """The function's source with one line replaced."""
+    """Return the function's source with one line replaced."""
     return [*lines[: mutant.line], mutant.text, *lines[mutant.line + 1 :]]
 
 
@@ -186,14 +186,14 @@ def _diff(path: str, before: str | None, after: str) -> str:
 
 
 def function_block(record: Record) -> list[str]:
-    """Source lines of the function to fix, as they are in the broken file."""
+    """Return the source lines of the function to fix, as they are in the broken file."""
     lines = record["files"][record["file"]].split("\n")
     start = next(i for i, text in enumerate(lines) if text.startswith(f"def {record['function']}("))
     return lines[start : lines.index("", start)]
 
 
 def dedup_keys(record: Record) -> tuple[str, str]:
-    """Return the keys that records must not share: (source with its bug, statement), without names."""
+    """Return keys that no two records may share: (source with its bug, statement), without names."""
     name = record["function"]
     source = "\n".join(" ".join(line.split()) for line in function_block(record))
     return source.replace(f"def {name}(", "def f("), record["problem_statement"].replace(name, "f")
@@ -208,7 +208,7 @@ def _batch(families: str, size: int, seed: int) -> list[Record]:
 def stream(
     families: str, seed: int, *, refuse: set[str] | None = None, workers: int = 2, batch: int = 100
 ) -> Iterator[Record]:
-    """Endless instances of "train" or "held_out" families, in an order that depends only on `seed`.
+    """Yield instances of "train" or "held_out" families without end; their order depends only on `seed`.
 
     refuse: keys (see `dedup_keys`) of instances never to yield; repeated instances are dropped too.
     """
@@ -228,7 +228,7 @@ def stream(
 
 
 def take(source: Iterator[Record], count: int, title: str, *, distinct: bool = False) -> list[Record]:
-    """The first `count` records with a progress bar; `distinct` keeps one per deduplication key."""
+    """Take the first `count` records, with a progress bar; distinct: only one per deduplication key."""
     records: list[Record] = []
     keys: set[str] = set()
     for _ in track(range(count), description=f"{title:<22}"):
@@ -241,7 +241,7 @@ def take(source: Iterator[Record], count: int, title: str, *, distinct: bool = F
 
 
 def write_jsonl(path: Path, records: list[Record]) -> None:
-    """One object a line, keys in the order of `make_instance`."""
+    """Write one JSON object per line, with keys in the order of `make_instance`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
 
@@ -263,7 +263,7 @@ def generate(out: Path, *, train: int, held: int, seed: int, workers: int = 2) -
 
 
 def held_out_sets(count: int, seed: int, workers: int = 2) -> dict[str, list[Record]]:
-    """The two held-out sets of a seed: `held_instances` of known families, `held_families` of new ones."""
+    """Make the held-out sets of a seed: `held_instances` of known families, `held_families` of new ones."""
     return {
         name: take(stream(families, 2 * seed + 1, workers=workers), count, name, distinct=True)
         for name, families in (("held_instances", "train"), ("held_families", "held_out"))

@@ -1,11 +1,11 @@
 """The MTP layer in torch: the reference module of the MiMo layout, and its unrolling over depths.
 
-Owns the equations; owns no loss and no generation. With `h_0` the backbone's final-norm output and `e_s`
-the embedding of token s, depth k (1-based) at anchor t computes
+This module has the equations, but no loss and no generation. With `h_0` the backbone's final-norm output and
+`e_s` the embedding of token s, depth k (1-based) at anchor t computes
 
     h_k[t] = layer(h_{k-1}[t], e_{t+k}), RoPE position t + k - 1,    draft logits = lm_head(h_k[t])
 
-which predict token t + k + 1. State dict names are the suffixes of `model.mtp_layers.0.*`.
+The logits predict token t + k + 1. State dict names are the suffixes of `model.mtp_layers.0.*`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class MtpLayer(nn.Module):
 def unroll(
     layer: MtpLayer, embed: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, gamma: int
 ) -> list[Tensor]:
-    """Hidden states of depths 1..gamma at every anchor of a sequence, teacher-forced.
+    """Compute hidden states of depths 1..gamma at every anchor of a sequence, teacher-forced.
 
     embed: token ids -> embeddings. hidden: [B, T, H], the backbone's final-norm output. tokens: [B, T].
-    Depth k has T - k anchors: item k - 1 of the result is [B, T - k, H], and its anchor t, which read
-    tokens up to t + k, is to be compared with the backbone at position t + k. Attention is causal within
-    a depth, as in Megatron; an engine lets depth k see depth-1 keys of the prefix instead.
+    Depth k has T - k anchors, so item k - 1 of the result is [B, T - k, H]. Its anchor t has read tokens up
+    to t + k and is to be compared with the backbone at position t + k. Attention is causal within a depth, as
+    in Megatron; in an engine, depth k attends to depth-1 keys of the prefix instead.
 
     Raises ValueError when the sequence is too short for gamma depths.
     """

@@ -41,7 +41,7 @@ TOKENIZER_TEXTS = 3000
 def load_tokenizer(
     config: Settings, records: list[dict], run_dir: Path
 ) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
-    """The tokenizer trained on traces of the first instances, cached in RUN_DIR/tokenizer."""
+    """Return the tokenizer, trained on traces of the first instances and cached in RUN_DIR/tokenizer."""
     path = run_dir / "tokenizer"
     if not path.is_dir():
         rng = random.Random(config.seed)
@@ -53,7 +53,7 @@ def load_tokenizer(
 
 
 def weighted_loss(model: Qwen2ForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Cross entropy of the next token, weighted; logits are computed where the weight is positive only.
+    """Compute the weighted cross entropy of next tokens; logits only for positive weights.
 
     ids, weights: [B, T]. The forward pass runs in bfloat16 (weights stay float32), the logits in float32.
     """
@@ -78,7 +78,7 @@ def train_backbone(
     tokenizer: PreTrainedTokenizerBase,
     run_dir: Path,
 ) -> None:
-    """Stages `skill` and `imitation`, in place."""
+    """Run the stages `skill` and `imitation` on `model`, in place."""
     stages = (("skill", config.skill, config.seed), ("imitation", config.imitation, config.seed + 1))
     for name, stage, seed in stages:
         if load_finished(name, model, run_dir):
@@ -98,7 +98,7 @@ def train_backbone(
 
 
 def _needed(stage: StageConfig) -> int:
-    """Return more instances than a stage can read: in every mix, traces average at least 64 tokens."""
+    """Return a number of instances that a stage cannot exhaust: traces average at least 64 tokens."""
     return stage.steps * stage.batch_tokens // 64
 
 
@@ -109,7 +109,7 @@ def train_mtp(
     tokenizer: PreTrainedTokenizerBase,
     run_dir: Path,
 ) -> MtpLayer:
-    """Stage `mtp`: the draft layer on fresh traces of the mix the frozen backbone imitates."""
+    """Run the stage `mtp`: train the draft layer on new traces of the mix that the backbone imitates."""
     stage = replace(config.mtp, mix=config.imitation.mix, mask_wrong=False)
     layer = build_mtp(model)
     if load_finished("mtp", layer, run_dir):
@@ -140,7 +140,7 @@ def run_tiny_model(config: Settings, run_dir: Path) -> Path:
 def prepare(
     config: Settings, run_dir: Path
 ) -> tuple[list[dict], Tokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM]:
-    """Instances, tokenizer and the untrained backbone; sets the number of threads."""
+    """Return instances, tokenizer and the untrained backbone; set the number of threads."""
     torch.set_num_threads(config.threads)
     run_dir.mkdir(parents=True, exist_ok=True)
     records = load_instances(config, run_dir)
@@ -155,7 +155,7 @@ T = TypeVar("T")
 
 
 def compose(overrides: list[str], settings: type[T] = Settings) -> T:
-    """The defaults with `key=value` overrides. Raises ValueError for an unknown key or an invalid value."""
+    """Apply `key=value` overrides to the defaults. Raises ValueError for an unknown key or invalid value."""
     try:
         composed = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.from_dotlist(overrides))
         return OmegaConf.to_object(composed)

@@ -1,10 +1,11 @@
-"""Makes models/tiny_moe: a small MoE with an MTP layer, from the small dense model.
+"""Makes models/tiny_moe, a small MoE with an MTP layer, from the small dense model.
 
     python -m recipes.tiny_model.make_moe [--run-dir DIR] [distill.steps=200 shape.experts=8 ...]
 
 Flow: the dense model's MLPs are cut into experts (`moe.upcycle`) -> `distill` (the MoE learns the dense
-model's distribution on traces of mixed quality, so that it behaves as the dense one before RL) -> `draft`
-(the MTP layer learns the frozen MoE's) -> RUN_DIR/model. An interrupted run continues when started again.
+model's distribution on traces of mixed quality, so that it behaves like the dense model before RL) -> `draft`
+(the MTP layer learns the frozen MoE's distribution) -> RUN_DIR/model. An interrupted run continues when
+started again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rlpipe.models.checkpoint import read_weights
 def distillation_loss(
     teacher: Qwen2ForCausalLM, student: Glm4MoeForCausalLM, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weighted mean of KL(teacher || student) in nats per token, and the overlap of the two.
+    """Return the weighted mean of KL(teacher || student) in nats per token, and the overlap of the two.
 
     ids, weights: [B, T]; a position counts with the weight of the token that it predicts. Layers run in
     bfloat16 (weights stay float32), logits in float32.

@@ -1,6 +1,6 @@
 """The tiny model's parts: an untrained backbone, and the checkpoint in MiMo layout.
 
-Owns shapes and files; owns no training.
+This module defines shapes and files; it trains nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB_MULTIPLE = 16
 
 
 def build_backbone(shape: TinyShape, vocab: int, eos: int, pad: int, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 model with tied embeddings; the vocabulary is padded to a multiple of 16."""
+    """Make a Qwen2 model with tied embeddings; the vocabulary is padded to a multiple of 16."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=math.ceil(vocab / VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
@@ -49,7 +49,7 @@ def build_backbone(shape: TinyShape, vocab: int, eos: int, pad: int, seed: int) 
 
 
 def initialise(model: nn.Module, depth: int) -> None:
-    """Normal weights of variance 0.5 / fan-in, embeddings 0.02, residual outputs scaled by depth."""
+    """Set normal weights of variance 0.5 / fan-in; embeddings use 0.02, residual outputs scale by depth."""
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             continue
@@ -69,7 +69,7 @@ def save_checkpoint(
 ) -> None:
     """Write config.json, model.safetensors (lm_head untied), generation config and tokenizer.
 
-    The directory is replaced as a whole, so that a reader never sees half of it.
+    The directory is replaced in one step, so that a reader never sees an incomplete one.
     """
     staging = path.with_name(path.name + ".staging")
     shutil.rmtree(staging, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""An MoE in GLM-4.5's layout, cut from a small dense model; its MTP layer; its files.
+"""An MoE in GLM-4.5's layout, cut from a small dense model, with its MTP layer and its files.
 
-Owns shapes, the cut and names; owns no training. Modules are transformers', except for the MTP layer, which
-transformers does not read: `final(decoder(eh_proj([enorm(e), hnorm(h)])))`.
+This module defines shapes, tensor names, and how the dense model is cut; it trains nothing. Modules come from
+transformers, except for the MTP layer, which transformers does not read: `final(decoder(eh_proj([enorm(e),
+hnorm(h)])))`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FLOAT32 = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")  # read in flo
 
 
 def moe_config(dense: Qwen2Config, shape: MoeShape) -> Glm4MoeConfig:
-    """The MoE's config: the dense model's, whole heads rotated, experts after its first layer."""
+    """Make the MoE's config from the dense model's: heads rotate fully, experts follow the first layer."""
     return Glm4MoeConfig(
         vocab_size=dense.vocab_size,
         hidden_size=dense.hidden_size,
@@ -60,7 +61,7 @@ def moe_config(dense: Qwen2Config, shape: MoeShape) -> Glm4MoeConfig:
 
 
 class GlmMtpLayer(nn.Module):
-    """GLM-4.5's MTP layer; arguments and result are `layer.MtpLayer`'s."""
+    """GLM-4.5's MTP layer; arguments and result are the same as for `layer.MtpLayer`."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -84,10 +85,10 @@ class GlmMtpLayer(nn.Module):
 def cut(dense: Mapping[str, Tensor], prefix: str, block: nn.Module, generator: torch.Generator) -> None:
     """Turn a dense MLP into an MoE, in place: `block` is a Glm4MoeMoE.
 
-    dense: weights by Hugging Face name, the MLP's below `prefix`. The shared expert gets the channels of the
-    largest weights. Each other expert samples its channels from the remaining ones. The experts' outputs are
-    scaled so that the sum of a token's experts equals, on average over the samples, that of the remaining
-    channels in the dense MLP.
+    dense: weights by Hugging Face name, the MLP's below `prefix`. The shared expert gets the channels with
+    the largest weights. For each other expert, channels are sampled from the remaining ones. The experts'
+    outputs are scaled so that the sum of a token's experts equals, in expectation over the sampling, the
+    output of the remaining channels in the dense MLP.
     """
     gate, up, down = (dense[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
     order = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).argsort(descending=True)
@@ -109,7 +110,7 @@ def cut(dense: Mapping[str, Tensor], prefix: str, block: nn.Module, generator: t
 def upcycle(
     dense: Mapping[str, Tensor], config: Glm4MoeConfig, seed: int
 ) -> tuple[Glm4MoeForCausalLM, GlmMtpLayer]:
-    """MoE and MTP layer of a dense checkpoint in MiMo's layout, before any training."""
+    """Make MoE and MTP layer from a dense checkpoint in MiMo's layout, before any training."""
     generator = torch.Generator().manual_seed(seed)
     model, layer = Glm4MoeForCausalLM(config), GlmMtpLayer(config)
     same = {name: tensor for name, tensor in dense.items() if not name.startswith(MTP_PREFIX)}
@@ -128,14 +129,14 @@ def upcycle(
 
 
 def routers(module: nn.Module) -> list[nn.Module]:
-    """The routers of all MoE layers of a module."""
+    """Return the routers of all MoE layers of a module."""
     return [part for part in module.modules() if isinstance(part, glm.Glm4MoeTopkRouter)]
 
 
 class Balance:
     """Balances the load of experts: after each step a bias moves by `rate` towards those used less.
 
-    DeepSeek-V3's rule (arXiv:2412.19437, section 2.1.2), by which GLM-4.5's bias was trained.
+    This is DeepSeek-V3's rule (arXiv:2412.19437, section 2.1.2), by which GLM-4.5's bias was trained.
     """
 
     def __init__(self, module: nn.Module, rate: float) -> None:
@@ -150,7 +151,7 @@ class Balance:
         self._loads[router] = self._loads.get(router, 0) + load
 
     def step(self) -> None:
-        """Move the biases by the loads counted since the last call; `spread`: largest load over the mean."""
+        """Move the biases by the loads since the last call; set `spread` to largest load over mean load."""
         shares = []
         for router, load in self._loads.items():
             load = load.float()
@@ -166,7 +167,7 @@ class Balance:
 
 
 def stored(model: Glm4MoeForCausalLM, layer: GlmMtpLayer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights under the names of GLM-4.5's files; routers and their biases in float32."""
+    """Return all weights with the names of GLM-4.5's files; routers and their biases are in float32."""
     number = model.config.num_hidden_layers
     weights = dict(model.state_dict())
     for name, tensor in layer.state_dict().items():
@@ -190,7 +191,7 @@ def stored(model: Glm4MoeForCausalLM, layer: GlmMtpLayer, dtype: torch.dtype) ->
 
 
 def save_mixture(path: Path, model: Glm4MoeForCausalLM, layer: GlmMtpLayer, like: Path, dtype: str) -> None:
-    """Write config.json, model.safetensors and the tokenizer of the checkpoint `like`; a card stays."""
+    """Write config.json, model.safetensors and the tokenizer of the checkpoint `like`; keep a card if any."""
     path.mkdir(parents=True, exist_ok=True)
     written = {name: value for name, value in model.config.to_dict().items() if name not in UNUSED}
     config = written | {

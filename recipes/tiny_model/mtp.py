@@ -2,7 +2,8 @@
 
 The loss is the soft cross entropy of the draft against the backbone's distribution (same gradient as
 KL(p || q)), over depths 1..gamma at all anchors. Each anchor has the weight of the token that it predicts.
-Tokens of tools count less, but a draft that never saw them fails as soon as a model generates them.
+Tokens of tool outputs have a smaller weight, but not 0: a draft that was never trained on such tokens fails
+as soon as a model generates them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from recipes.tiny_model.layer import MtpLayer, unroll
 
 
 def build_mtp(backbone: Qwen2ForCausalLM) -> MtpLayer:
-    """An MTP layer that starts as the backbone's last layer, fed with hidden state plus embedding."""
+    """Make an MTP layer that starts as the backbone's last layer, applied to hidden state plus embedding."""
     layer = MtpLayer(backbone.config)
     last = backbone.model.layers[-1].state_dict()
     layer.load_state_dict(last, strict=False)
@@ -31,10 +32,10 @@ def build_mtp(backbone: Qwen2ForCausalLM) -> MtpLayer:
 
 @dataclass(slots=True)
 class Drafts:
-    """Teacher-forced drafts of a batch; one item a depth.
+    """Teacher-forced drafts of a batch; each list has one item per depth.
 
     target_logprobs, draft_logprobs: [N_k, V] at the drafted anchors of depth k, T = 1.
-    anchors: [B, T - 1 - k], which are drafted.
+    anchors: [B, T - 1 - k] bool, whether an anchor is drafted.
     """
 
     target_logprobs: list[Tensor] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Drafts:
 
 
 def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Tensor, gamma: int) -> Drafts:
-    """Drafts at every anchor of a batch. ids, written: [B, T]; written marks the model's own tokens.
+    """Draft at every anchor of a batch. ids, written: [B, T]; written marks the model's own tokens.
 
     While the layer is in training mode the layers (not the logits) run in bfloat16.
     """
@@ -71,9 +72,10 @@ def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Ten
 def mtp_loss(
     backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, weights: Tensor, gamma: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Mean over depths of KL(p || q) in nats per drafted position, and the mean overlap of each depth.
+    """Return the mean over depths of KL(p || q) in nats per drafted position, and each depth's mean overlap.
 
-    weights: [B, T] of each token as a prediction; anchors whose chain meets a weight of 0 are left out.
+    weights: [B, T], of each token as a prediction. An anchor is left out if a token of its chain has weight
+    0.
     """
     drafts = draft(backbone, layer, ids, weights > 0, gamma)
     losses, figures = [], {}

@@ -1,9 +1,9 @@
-"""Score a tiny model with the engine, collector and sandbox of real runs, and write its model card.
+"""Scores a tiny model with the engine, collector and sandbox of real runs, and writes its model card.
 
     python -m recipes.tiny_model.score [--model models/tiny] [--instances 128] [--no-card]
 
-Each instance of both held-out sets is run once greedily and 8 times at T = 1; acceptance comes from
-the sums of the same T = 1 trajectories (rejection, gamma = 3). The card is that of models/tiny; --no-card
+Each instance of both held-out sets is run once greedily and 8 times at T = 1; acceptance is summed over the
+trajectories at T = 1 (rejection, gamma = 3). The card that is written has the text for models/tiny; --no-card
 only prints the figures.
 """
 
@@ -25,7 +25,7 @@ SAMPLES = 8
 
 
 def solved(trajectories: list[Trajectory], samples: int) -> list[int]:
-    """Solved attempts of each instance, in order."""
+    """Return the number of solved attempts of each instance, in order."""
     masked = sum(t.status is TrajectoryStatus.MASKED for t in trajectories)
     if masked:
         raise RuntimeError(f"{masked} trajectories were masked by infrastructure failures: run again.")

@@ -8,7 +8,7 @@ from rlpipe.config.choice import Choice
 
 
 class WeightType(Choice):
-    """Type of stored weights."""
+    """Data type of stored weights."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -44,11 +44,11 @@ class TinyShape:
 class StageConfig:
     """One training stage.
 
-    steps: optimizer steps. batch_tokens: tokens of a batch, padding included. lr: peak learning rate;
-    linear warm-up over `warmup` steps, constant to the half, then linear to a tenth.
+    steps: optimizer steps. batch_tokens: tokens of a batch, padding included. lr: peak learning rate, after
+    a linear warm-up of `warmup` steps; constant until half of the steps, then falling linearly to a tenth.
     mix: weight of each `demonstrators.Demonstrator`.
-    context_weight: loss weight of tokens the model does not write. mask_wrong: no loss on wrong edits
-    and on submissions that follow them. drill: share of the steps, from the start, of which every second
+    context_weight: loss weight of tokens that the model does not write. mask_wrong: no loss on wrong edits
+    and on submissions that follow them. drill: in this share of the steps, from the start, every second step
     is a copy drill.
     """
 
@@ -84,11 +84,11 @@ def _mtp() -> StageConfig:
 class Settings:
     """All settings of `make.run_tiny_model`.
 
-    seed: of weights, data order and demonstrators. data_seed, held_out: those of the shipped held-out
-    sets, whose instances are kept out of training. instances: training instances to generate.
-    gamma: depths the MTP layer is trained for.
+    seed: of weights, data order and demonstrators. data_seed, held_out: seed and size of the shipped held-out
+    sets, whose instances are excluded from training. instances: number of training instances to generate.
+    gamma: number of depths that the MTP layer is trained for.
     save_every: steps between checkpoints. threads: of torch. workers: processes that generate data.
-    dtype: of the finished checkpoint's weights; training is in float32 in any case.
+    dtype: of the finished checkpoint's weights; training is always in float32.
     """
 
     seed: int = 0
@@ -114,9 +114,9 @@ class Settings:
 
 @dataclass(slots=True, kw_only=True)
 class MoeShape:
-    """Size of the MoE in each layer but the first: experts, experts per token, channels per expert.
+    """Size of the MoE in each layer except the first: experts, experts per token, channels per expert.
 
-    One more expert of that size reads every token. The remaining sizes are the dense model's.
+    A shared expert of the same size reads every token. The remaining sizes are the dense model's.
     """
 
     experts: int = 8
@@ -133,9 +133,9 @@ class MoeShape:
 class MoeSettings:
     """All settings of `make_moe.make`.
 
-    base: the dense checkpoint that is cut, with an MTP layer in MiMo's layout. instances: of the shipped
-    training set, each worked on by `demonstrations` demonstrators. balance: step of the experts' biases.
-    seed, gamma, save_every, threads, dtype: as in `Settings`.
+    base: the dense checkpoint that is cut, with an MTP layer in MiMo's layout. instances: how many of the
+    shipped training set are used; `demonstrations` demonstrators work on each. balance: step of the experts'
+    biases. seed, gamma, save_every, threads, dtype: as in `Settings`.
     """
 
     seed: int = 0

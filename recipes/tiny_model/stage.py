@@ -1,8 +1,9 @@
-"""One resumable training stage: the step loop all stages share.
+"""One resumable training stage: the step loop that all stages share.
 
-Owns optimizer, schedule, checkpoints, progress bar and metrics file. Invariant: the state after step i
-depends only on the configuration, because batches are functions of the step. So a run that was killed and
-resumed from `stage.pt` ends with the same weights as an uninterrupted one (same machine and threads).
+This module has the optimizer, schedule, checkpoints, progress bar and metrics file. Invariant: the state
+after step i depends only on the configuration, because batches are functions of the step. So a run that was
+killed and resumed from `stage.pt` ends with the same weights as an uninterrupted run (on the same machine and
+threads).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LOG_EVERY = 50
 
 
 def learning_rate(stage: StageConfig, step: int) -> float:
-    """Linear warm-up, constant to the half, then linear to a tenth.
+    """Return the learning rate: linear warm-up, constant until half of the steps, then linear to a tenth.
 
     >>> learning_rate(StageConfig(steps=100, lr=1.0, warmup=10), 4)
     0.5
@@ -33,7 +34,7 @@ def learning_rate(stage: StageConfig, step: int) -> float:
 
 
 def make_optimizer(module: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW, weight decay 0.05 on matrices only."""
+    """Make AdamW with weight decay 0.05 on matrices only."""
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     vectors = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -41,7 +42,7 @@ def make_optimizer(module: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def load_finished(name: str, module: nn.Module, run_dir: Path) -> bool:
-    """Load the weights of a finished stage; False when it has not been finished."""
+    """Load the weights of a finished stage; return False if the stage is not finished."""
     file = run_dir / f"{name}.pt"
     if file.is_file():
         module.load_state_dict(torch.load(file, weights_only=True))

@@ -1,12 +1,13 @@
 """Trains the tokenizer of the tiny model and saves it as a Hugging Face fast tokenizer.
 
-Byte-level BPE whose merges stay inside short pieces, so that traces are short and every literal can be
-copied: a word with its leading space is one token; digits and punctuation marks are one token each. Owns the
-special tokens and the chat template `<|role|>content<|end|>`.
+This is byte-level BPE with merges only inside short pieces, so that traces are short and every literal can be
+copied: a word with its leading space is one token, and every digit and punctuation mark is one token. The
+module also defines the special tokens and the chat template `<|role|>content<|end|>`.
 
-The saved file splits text as Qwen2 does, because transformers puts that splitter on every tokenizer of a
-`qwen2` checkpoint, whatever the file says. Qwen2's pieces are unions of ours and no merge crosses ours,
-so both splitters give the same tokens (except for contractions such as "it's").
+The saved file splits text as Qwen2 does, because transformers uses Qwen2's splitter for every tokenizer of a
+`qwen2` checkpoint, whatever the file contains. Qwen2's pieces are unions of the pieces used in training, and
+no merge crosses a border of the latter. So both splitters give the same tokens (except for contractions such
+as "it's").
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` tokens; fewer when every piece has become one token."""
+    """Train byte-level BPE with at most `vocab_size` tokens; fewer if every piece has become one token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = splitter(PIECES)
     bpe.decoder = decoders.ByteLevel()
@@ -46,7 +47,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Isolates the matches of `pattern`, then maps bytes to characters."""
+    """Make a splitter that isolates the matches of `pattern`, then maps bytes to characters."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -58,9 +59,9 @@ def splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
 def save_tokenizer(
     bpe: Tokenizer, path: Path, max_length: int, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerBase:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; return it as loaded again.
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; return the reloaded tokenizer.
 
-    The tokenizer class in them is known to every version of transformers, so that other engines load it too.
+    Every version of transformers knows the tokenizer class in these files, so other engines can load it too.
     """
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

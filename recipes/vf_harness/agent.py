@@ -1,4 +1,4 @@
-"""The `null` harness of verifiers on one task: its chat program runs in this process, against the endpoint.
+"""Runs the `null` harness of verifiers on one task. Its chat program runs in this process.
 
 `NullHarness.launch` prepares its program and runs it; the runtime here runs it in the event loop. The harness
 executes nothing that a model writes, so it needs no sandbox.
@@ -23,10 +23,10 @@ _harness = NullHarness(NullHarnessConfig(id="null"))
 
 
 class InProcess:
-    """A runtime of verifiers, with only what a chat program needs."""
+    """A runtime of verifiers that has only what a chat program needs."""
 
     async def prepare_uv_script(self, source: str, env: dict[str, str], activate: bool = True) -> list[str]:
-        """Load a program once; return the beginning of its command line."""
+        """Load a program, but only once; return the beginning of its command line."""
         if source not in _programs:
             program = _programs[source] = {"__name__": "chat_program"}
             exec(compile(source, "chat_program.py", "exec"), program)
@@ -46,7 +46,7 @@ class InProcess:
 
 
 def _parsed(parse: Any) -> Any:
-    """Parse the command line of this program; several instances run at once."""
+    """Parse the command line of one program; several programs run at once."""
     before, sys.argv = sys.argv, _arguments.get()
     try:
         return parse()

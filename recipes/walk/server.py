@@ -13,7 +13,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 
 from recipes.walk.walk import Walk
 
-SESSIONS = 256  # walks at once; an attempt that finds none free is repeated
+SESSIONS = 256  # concurrent walks; an attempt that finds no free session is repeated
 
 
 class Move(Action):
@@ -29,7 +29,7 @@ class Row(Observation):
 
 
 class WalkEnvironment(Environment):
-    """One session."""
+    """One session with one walk."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,4 +1,4 @@
-"""A walk along a row of cells to a goal: the environment, without a server."""
+"""The environment without a server: a walk along a row of cells to a goal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Walk:
         self.steps = 0
 
     def show(self) -> str:
-        """Return the row, with the way from the walk (A) to its goal (G), and the question.
+        """Return the row, with the way from the walker (A) to the goal (G), and the question.
 
         >>> print(Walk(2).show())
         A > > G
