@@ -2,11 +2,11 @@
 
     python scripts/check_catalogue.py
 
-A linter of rlpipe/metrics/catalogue.toml: it reads the source, as ruff does. A name counts as emitted where
-the source spells it: as a key or value of a dict, as the target of an assignment or as an argument of
-`stats`; a hole of an f-string stands for a placeholder of the declaration. Names that are composed of parts,
-and verl's, come from a call of the function that composes them. Modules that only read metrics do not count.
-Exit status 1 with the names that only one side has.
+This is a linter of rlpipe/metrics/catalogue.toml, which reads the source as ruff does. A name counts as
+emitted if it occurs in the source as a key or value of a dict, as the target of an assignment, or as an
+argument of `stats`; a replacement field of an f-string matches a placeholder of the declaration. Names that
+are composed of parts, and verl's names, come from a call of the function that composes them. Modules that
+only read metrics do not count. If only one side has some names, they are printed and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HOLE = "{}"
 
 
 def sources(without: tuple[str, ...]) -> Iterator[ast.AST]:
-    """Yield the nodes of every module of the library and the recipes, except those `without`."""
+    """Yield the syntax nodes of every module of the library and the recipes, except modules in `without`."""
     for file in chain(*((ROOT / top).rglob("*.py") for top in ("rlpipe", "recipes"))):
         path = file.relative_to(ROOT).as_posix()
         if path in EMITTERS or not path.startswith(without):
@@ -50,7 +50,7 @@ def sources(without: tuple[str, ...]) -> Iterator[ast.AST]:
 
 
 def text(node: ast.AST | None) -> str | None:
-    """Return a string of the source, with HOLE for what an f-string or `str.format` fills in."""
+    """Return a string literal, with HOLE in place of each field that an f-string or `str.format` fills in."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return shape(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -85,7 +85,7 @@ def spelled(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def raised(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the kinds of events that these nodes raise: of `event` and the like, or by a condition."""
+    """Return the kinds of events that these nodes raise, by calls of `event` and the like or a condition."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Call) and called(node).endswith(("event", "_lost")):
@@ -96,7 +96,7 @@ def raised(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def composed() -> set[str]:
-    """Return the names that functions compose of parts, from a case in which they emit all of them."""
+    """Return the names that functions compose of parts, by calling them so that they emit all of them."""
     mask = torch.ones(1, 3)
     law = torch.full((3, 2), 0.5).log()
     config = AlgoConfig(
@@ -144,12 +144,12 @@ def composed() -> set[str]:
 
 
 def never_emitted(names: Iterable[str], shapes: set[str], composed_names: set[str]) -> list[str]:
-    """Return the declared names that neither the source spells nor a function composes."""
+    """Return the declared names that neither occur in the source nor are composed by a function."""
     return [name for name in names if shape(name) not in shapes and name not in composed_names]
 
 
 def may_be(spelled: str, declared: str) -> bool:
-    """Return whether some filling of the holes of both makes them equal, segment by segment."""
+    """Return whether the holes of both names can be filled to make them equal, segment by segment."""
     pairs = list(zip(spelled.split("/"), declared.split("/"), strict=False))
     holes = [[re.escape(x).replace(r"\{\}", r"[^/]+") for x in pair] for pair in pairs]
     return spelled.count("/") == declared.count("/") and all(
@@ -158,7 +158,7 @@ def may_be(spelled: str, declared: str) -> bool:
 
 
 def undeclared(shapes: Iterable[str]) -> list[str]:
-    """Return spelled names that no declaration covers, of those whose first segment some declaration has."""
+    """Return names in the source without a declaration, if some declaration has the same first segment."""
     known = [shape(metric.name) for metric in metrics()]
     spaces = {name.partition("/")[0] for name in known if "/" in name}
     named = (s for s in shapes if re.fullmatch(r"[\w{}.]+(/[\w{}.]+)+", s) and s.partition("/")[0] in spaces)

@@ -1,8 +1,9 @@
-"""What does each process of a run take: five sizes of model in each preset of GPUs, by the doctor's estimate.
+"""Estimates the memory of each process of a run: five model sizes in each GPU preset, as the doctor does.
 
     python scripts/memory_table.py > docs/memory.md
 
-Models are read from `config.json` alone (MODELS); nothing is started. A test compares the page with this.
+Only the `config.json` of each model is needed (MODELS); nothing is started. A test compares the page with
+this script's output.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def preset(folder: Path, model: str, cluster: str) -> Config:
 
 
 def verdict(config: Config, model: dict[str, Any]) -> str:
-    """Return "fits", settings with which it does, or "no"."""
+    """Return "fits", the settings with which the model fits, or "no"."""
     try:
         check_parallel(config.trainer, model)
         if not excess(config, CARD, 0):

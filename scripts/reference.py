@@ -4,7 +4,7 @@
 
 Settings come from the dataclasses of rlpipe/config (name, type, default, values, and the text under each
 field), commands from the table of `rlpipe`, alarm rules from their defaults. docs/metrics.md is written by
-`python -m rlpipe.metrics.names`. A test fails when a page is not current.
+`python -m rlpipe.metrics.names`. A test fails if a page is not current.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def choice_texts(cls: type[Choice]) -> dict[str, str]:
 
 
 def type_name(kind: Any) -> str:
-    """Return a type as a user writes values of it."""
+    """Return a type's name in the way that a user would describe its values."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(type_name(part) for part in typing.get_args(kind) if part is not type(None))
     if origin := typing.get_origin(kind):
@@ -87,7 +87,7 @@ def type_name(kind: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a default as YAML would have it."""
+    """Return a default as YAML writes it."""
     if isinstance(value, Choice):
         value = value.value
     if isinstance(value, list):
@@ -107,7 +107,7 @@ def meaning(text: str, kind: Any) -> str:
 
 
 def sections(value: Any, path: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yield name, description and table rows of a dataclass and of those below it."""
+    """Yield name, description and table rows of a dataclass and of the dataclasses nested in it."""
     cls = type(value)
     texts, kinds = field_texts(cls), typing.get_type_hints(cls)
     rows, below = [], []
@@ -133,7 +133,7 @@ def sections(value: Any, path: str = "") -> Iterator[tuple[str, str, list[str]]]
 
 
 def alarm_rows(alarms: AlarmsConfig) -> Iterator[str]:
-    """Yield a row for each alarm rule: name, metric, test with threshold, patience."""
+    """Yield a row for each alarm rule: name, metric, test with threshold, and patience."""
     for name, rule in alarms.rules.items():
         test = FAILS[rule.test].format(limit=f"{rule.threshold:g}", against=rule.against)
         yield f"| [`{name}`](../alarms.md#{name}) | `{rule.metric}` | {test} | {rule.patience} in a row |"
@@ -162,7 +162,7 @@ def commands_page() -> str:
 
 
 def main() -> int:
-    """Write what is not current; with --check name it and return 1 instead."""
+    """Write the pages that are not current; with --check, print their names and return 1 instead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check

@@ -7,13 +7,11 @@ Reported per rule and temperature:
 
 alpha      by depth: accepted / reached, given that all shallower drafts were accepted
 length     tokens per verify step, 1 + accepted / steps
-slopes     two least-squares slopes. Per unit of temperature (over the temperatures): of the length and of
-           alpha at depth 1. Per nat of the target's entropy at the drafted position (over all drafts): of
-           alpha at depth 1, computed from the probability of accepting the draft that was made, not from
-           whether it was accepted
-block      from the recorded p and q of every drafted chain: asserts for each chain that Pr(accepted >= depth)
-           under block is at least that under chain, and reports how much longer block's steps are on the
-           same drafts
+slopes     two least-squares slopes. One is per unit of temperature: of the length and of alpha at depth 1,
+           over the temperatures. The other is per nat of the target's entropy at the drafted position: of
+           alpha at depth 1, over all drafts. It uses acceptance probabilities, not the sampled outcomes
+block      for every drafted chain, asserts from the recorded p and q that Pr(accepted >= depth) is at least
+           as large under block as under chain, and reports how much longer block's steps are on these drafts
 
 Standard errors are clustered by conversation. Intervals are the 2.5 and 97.5 percentiles of a bootstrap over
 conversations; every conversation is run at every temperature.
@@ -68,7 +66,7 @@ class Conversation:
 
     @property
     def reach(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, gamma] under chain and under block; target_only is chain with q = 1."""
+        """Return Pr(accepted >= depth), [N, gamma], for chain and block; target_only is chain with q = 1."""
         p, q = torch.tensor(self.chains, dtype=torch.float64).reshape(-1, 2, GAMMA).unbind(1)
         return chain_reach_drafted(p, q), block_reach_drafted(p, q)
 
@@ -117,7 +115,7 @@ def play(model: Path, rule: str, temperature: float, work: Workload) -> list[Con
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> list[float]:
-    """[sum / sum, its standard error]: linearised, clusters are the entries."""
+    """Return [sum / sum, its standard error] by linearisation; each entry is a cluster."""
     total, count = denominators.sum(), len(denominators)
     value = numerators.sum() / total
     errors = numerators - value * denominators
@@ -125,7 +123,7 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray) -> list[float]:
 
 
 def acceptance(played: list[Conversation]) -> dict[str, Any]:
-    """Acceptance by depth and length, each with its standard error."""
+    """Return acceptance by depth and acceptance length, each with its standard error."""
     drafted, accepted = (
         np.array([getattr(one.counts, name) or [0] * GAMMA for one in played], float)
         for name in ("drafted", "accepted")
@@ -139,7 +137,7 @@ def acceptance(played: list[Conversation]) -> dict[str, Any]:
 
 
 def block_against_chain(played: list[Conversation]) -> dict[str, Any]:
-    """Both rules' lengths on the same recorded drafts; block must accept at least as many as chain."""
+    """Return both rules' lengths on the same recorded drafts; assert that block accepts at least as many."""
     reaches = [one.reach for one in played]
     gains = torch.cat([block - chain for chain, block in reaches])
     worst = gains.min().item()
@@ -157,13 +155,13 @@ def block_against_chain(played: list[Conversation]) -> dict[str, Any]:
 
 
 def slope(sums: np.ndarray) -> float:
-    """Least squares from the sums [n, x, y, xx, xy]."""
+    """Compute the least-squares slope from the sums [n, x, y, xx, xy]."""
     n, x, y, xx, xy = sums
     return (n * xy - x * y) / (n * xx - x * x)
 
 
 def slopes(by_temperature: dict[float, list[Conversation]]) -> dict[str, Any]:
-    """Slopes of what the rule accepts: [value, low, high], and under `resampled` all of them."""
+    """Return slopes of a rule's acceptance as [value, low, high]; `resampled` has all resampled slopes."""
     sums = []  # [temperatures, conversations, 6], of entropy, acceptance and length of steps
     for played in by_temperature.values():
         rows = [np.array(one.first).reshape(-1, 2).T for one in played]
@@ -198,7 +196,7 @@ def interval(values: list[float]) -> list[float]:
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, list[float]]:
-    """Slopes of one rule less those of another, over the same resampled conversations."""
+    """Return the slopes of one rule minus those of another, over the same resampled conversations."""
     return {
         name: interval([a - b for a, b in zip(values, theirs["resampled"][name], strict=True)])
         for name, values in ours["resampled"].items()
@@ -235,7 +233,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def seen(lines: dict[str, Any], gap: dict[str, list[float]]) -> str:
-    """Bebop Fig. 12a: acceptance length of rejection falls less with temperature. Does it here?"""
+    """Return a sentence on Bebop Fig. 12a: does rejection's length fall less with temperature here too?"""
     name = "length_per_unit_of_temperature"
     value, low, high = gap[name]
     verdict = "flatter" if low > 0 else "steeper" if high < 0 else "not told apart"

@@ -4,11 +4,11 @@ Fixed gamma 0 .. 4 and adaptive gamma (0 .. 4) decode the same prompts with the 
 to 64, by rejection, 128 tokens a prompt, sampled at temperature 1. Two kinds of prompts make the best gamma
 differ: held-out SWE instances, which the draft was trained for, and reasoning tasks, which it was not. Each
 arm has its own process and they take turns (see rollout_speed.py). Before it is measured, the adaptive arm
-runs --learning extra times, to reach the state it would have in a run of hours. All arms are launched
---launches times, because two processes of one arm differ by 2% throughout their lives. Two figures: the ratio
-of adaptive to the best fixed gamma in each cell (median over repeats of the ratio within a repeat, with its
-95% interval; goal at least 0.95), and the ratio of adaptive to each fixed gamma over the whole range
-(geometric mean over cells; goal above 1 for each).
+runs --learning extra times, to reach the state that it would have in a run of hours. All arms are launched
+--launches times, because two processes of one arm differ by 2% throughout their lives. Two figures are
+reported. One is the ratio of adaptive to the best fixed gamma in each cell (median over repeats of the ratio
+within a repeat, with its 95% interval; the goal is at least 0.95). The other is the ratio of adaptive to each
+fixed gamma over the whole range (geometric mean over cells; the goal is above 1 for each).
 
     python scripts/bench/adaptive_gamma.py --json OUT [--launches 3] [--repeats 8] [--batches 1 2 4 ...]
 """
@@ -47,7 +47,7 @@ MAX_GAMMA = 4
 
 
 def median_interval(values: list[float]) -> list[float]:
-    """95% interval of the median, from order statistics; the whole range for less than six values."""
+    """Return the median's 95% interval, from order statistics; the full range for less than six values."""
     ordered, n = sorted(values), len(values)
     outside = accumulate(comb(n, k) / 2**n for k in range(n))  # Pr(at most k values are below the median)
     left = next((k for k, chance in enumerate(outside) if chance > 0.025), 0)
@@ -55,7 +55,7 @@ def median_interval(values: list[float]) -> list[float]:
 
 
 def arms(model: Path, batch: int, threads: int) -> dict[str, Any]:
-    """Name -> how to make the arm."""
+    """Return, by name, functions that make the arms."""
     specs = {"gamma 0": SpecConfig(mode=SpecMode.NONE)}
     specs |= {f"gamma {gamma}": SpecConfig(gamma=gamma) for gamma in range(1, MAX_GAMMA + 1)}
     specs["adaptive"] = SpecConfig(gamma=MAX_GAMMA, adaptive=True)

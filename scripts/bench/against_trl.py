@@ -1,11 +1,11 @@
 """How fast, and how well, does rlpipe train a real model against TRL's GRPOTrainer?
 
 Every arm trains the same checkpoint on the prompts and scores of recipes/smollm_rl, with the same numbers of
-prompts, attempts, tokens and threads, and the same learning rate. `rlpipe` uses the recipe's settings;
-`trl_bf16` has weights in bfloat16, `trl_autocast` has weights in float32 and products in bfloat16, `trl_fp32`
-has both in float32. Everything else is each side's default. No arm uses draft tokens. Arms take turns, with
-one run of each per seed, in an order that is reversed for every other seed. TRL runs in its own Python
-environment (`--trl-python`).
+prompts, attempts, tokens and threads, and the same learning rate. The arm `rlpipe` uses the recipe's
+settings; `trl_bf16` has weights in bfloat16, `trl_autocast` has weights in float32 and products in bfloat16,
+`trl_fp32` has both in float32. All other settings are the defaults of rlpipe and TRL. No arm uses draft
+tokens. Arms take turns, with one run of each per seed, in an order that is reversed for every other seed. TRL
+runs in its own Python environment (`--trl-python`).
 
 Reported are seconds a step (the first is warm-up) and the held-out reward, mean over the tasks, at two
 points. "At equal steps" is the last step that every arm took. "At equal minutes of training" is the end of
@@ -133,13 +133,13 @@ def _run(settings: argparse.Namespace, arm: str, seed: int) -> Run:
 
 
 def _of_run(settings: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that identify a run."""
+    """Return the settings that a stored run must have had."""
     apart = ("json", "repeats", "arms", "runs", "trl_python", "model")
     return {name: value for name, value in vars(settings).items() if name not in apart}
 
 
 def _stored(folder: Path | None, name: str, settings: dict[str, Any], make: Callable[[], Run]) -> Run:
-    """Return a run from the folder, or make and store it. Raises ValueError on other settings."""
+    """Return a run from the folder, or make and store it. Raises ValueError if its settings differ."""
     if folder is None:
         return make()
     path = folder / f"{name}.json"
@@ -155,7 +155,7 @@ def _stored(folder: Path | None, name: str, settings: dict[str, Any], make: Call
 
 
 def _call(command: list[str]) -> None:
-    """Run a command in the checkout; show its output where it fails."""
+    """Run a command in the checkout; show its output if it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(f"{command[:3]} failed:\n{(done.stdout + done.stderr)[-4000:]}")
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def _versions(python: Path) -> dict[str, str]:
-    """Return the versions of TRL's environment."""
+    """Return the package versions of TRL's environment."""
     code = (
         "import importlib.metadata as m, json; "
         "print(json.dumps({n: m.version(n) for n in ('trl', 'torch', 'transformers')}))"

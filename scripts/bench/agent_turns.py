@@ -1,10 +1,10 @@
-"""How many turns a second do agents get when more of them are at work than an engine has rows?
+"""How many turns a second do agents get if more agents run than an engine has rows?
 
     python scripts/bench/agent_turns.py --json OUT [--workers 2] [--rows 8] [--sessions 8 24 48]
 
 `recompute`  when another conversation needs its row, a conversation loses its keys (the behaviour until
              November 2026)
-`parked`     its keys are kept on the host instead
+`parked`     the keys are stored on the host instead
 `bounded`    as parked, and a session starts only when the engine can store its keys alongside the others'
 
 Each worker is an embedded engine in its own process, with a random model of a million parameters and no
@@ -138,8 +138,8 @@ def measure(
     """Run the sessions on the workers of each arm in turn, dealt out one by one.
 
     Returns for each arm, as medians over repeats: turns per second, the share of the time in which an engine
-    is idle, CPU milliseconds per turn, prompt tokens per turn, and the ratio of its turns per second to those
-    of the arm before it.
+    is idle, CPU milliseconds per turn, prompt tokens per turn, and the ratio of turns per second to the arm
+    before it.
     """
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
 

@@ -1,4 +1,4 @@
-"""What does `rlpipe certify` say of SGLang, with rlpipe's plugin or without, vLLM and transformers' server?
+"""What does `rlpipe certify` report for SGLang (also with rlpipe's plugin), vLLM and transformers' server?
 
     python scripts/bench/certificates.py --json OUT [--model shipped:models/tiny] [--samples 4000]
         [--servers plain stock stock_greedy plugin transformers transformers_sampling]
@@ -18,8 +18,8 @@
 | vllm_mtp              | the same, with one MTP draft                                                     |
 
 Each server is certified by the command, in this process, with its defaults. Entries of OUT for servers that
-are not named stay, each with its commit, so servers can be certified one by one. The exit status is 1 if the
-reported faults are not the expected ones.
+are not named are retained, each with its commit, so servers can be certified one by one. The exit status is 1
+if the reported faults are not the expected ones.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
 
 @contextmanager
 def sglang(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
-    """Arguments of the command for a server of SGLang."""
+    """Return the command's arguments for an SGLang server."""
     config = RolloutConfig(
         engine=EngineKind.SGLANG,
         device="cpu",
@@ -104,7 +104,7 @@ def spoiled(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 @contextmanager
 def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
-    """Arguments of the command for `transformers serve`."""
+    """Return the command's arguments for `transformers serve`."""
     with transformers_server(resolve_model(args.model), folder) as (url, model):
         body = ["--body", json.dumps(SAMPLING)] if name == "transformers_sampling" else []
         yield [url, "--name", str(model), *body]
@@ -112,7 +112,7 @@ def transformers(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
 
 @contextmanager
 def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
-    """Arguments of the command for a server of vLLM."""
+    """Return the command's arguments for a vLLM server."""
     options = ["--dtype", args.dtype, *VLLM[name]]
     with vllm_server(args.vllm_python, resolve_model(args.model), folder, *options) as url:
         # With drafts some log-probabilities are not finite, and the server answers with an error.
@@ -120,7 +120,7 @@ def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
 
 
 def certificate_of(args: Any, name: str) -> dict[str, Any]:
-    """Start a server, certify it, and return what was reported."""
+    """Start a server, certify it, and return the report."""
     start = sglang if name in SGLANG else vllm if name in VLLM else transformers
     samples = args.text_samples if start is transformers else args.samples
     with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:

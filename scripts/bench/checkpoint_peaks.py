@@ -6,11 +6,11 @@ Each case trains one step of a random model with the distributed optimizer, with
 (gloo on CPUs). It saves as a run does: the trainer's state and Hugging Face's format, copied first, then
 written. It trains one more step, then resumes in new processes and trains that step again. Reported per rank:
 
-`save`    most bytes that saving added to what the rank held after the step, until all is written
-`resume`  most bytes that loading added to a trainer that was just built
-`card`    with --device cuda, on one rank: most bytes that saving added on the GPU
+`save`    maximum of bytes that saving added to the rank's memory after the step, until everything was written
+`resume`  maximum of bytes that loading added to a trainer that was just built
+`card`    with --device cuda, on one rank: maximum of bytes that saving added on the GPU
 
-Resident memory is exactly the memory in use, as MALLOC_MMAP_THRESHOLD_ makes the allocator return freed
+Resident memory equals the memory in use, because MALLOC_MMAP_THRESHOLD_ makes the allocator return freed
 blocks; the kernel records its maximum (VmHWM). `estimated` is the estimate of rlpipe/preflight. `norm_error`
 is the relative difference of the gradient's norm in the step after resuming.
 """
@@ -138,7 +138,7 @@ def measure(name: str, case: dict[str, Any], folder: Path, model: Path | None = 
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run all cases and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--only", nargs="+", default=[], help="cases whose names contain one of these")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="named in the result")

@@ -1,9 +1,10 @@
-"""Does a revision train as an earlier one did, bit for bit?
+"""Does a revision train as an earlier revision did, bit for bit?
 
-Runs each recipe for four synchronous steps at both revisions, with the same seeds, twice at the earlier one.
-Whatever differs between those two runs is not reproducible (seconds, bytes) and is left out. Every other
-metric, and every number of an adaptation's `results.json`, is compared as it was written, at full precision.
-Requests are decoded one after another and keep no keys, so that no sum depends on which of them ran together.
+Runs each recipe for four synchronous steps at both revisions with the same seeds, and at the earlier revision
+twice. Values that differ between the latter two runs are not reproducible (seconds, bytes) and are ignored.
+Every other metric, and every number of an adaptation's `results.json`, is compared as it was written, at full
+precision. Requests are decoded one after another and reuse no keys, so that no sum depends on which requests
+ran together.
 
     python scripts/bench/compare_revisions.py 0740eb8..HEAD --json OUT
 
@@ -61,7 +62,7 @@ sys.exit(main())
 
 
 def play(tree: Path, recipe: str, out: Path) -> dict[str, Any]:
-    """Run a recipe in a checkout; return every number it wrote, by step and name."""
+    """Run a recipe in a checkout; return every number that it wrote, by step and name."""
     keep = {n: os.environ[n] for n in ("PATH", "HOME", "RLPIPE_SGLANG_VENV") if n in os.environ}
     env = keep | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [
@@ -85,7 +86,7 @@ def play(tree: Path, recipe: str, out: Path) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: str) -> dict[str, Any]:
-    """The numbers and strings of nested JSON, by their path."""
+    """Return the numbers and strings of nested JSON, by their path."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {k: v for key, item in items for k, v in leaves(item, f"{path}/{key}").items()}
@@ -111,12 +112,12 @@ def compare(before: dict[str, Any], again: dict[str, Any], after: dict[str, Any]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal as they are written, NaN included."""
+    """Return whether two values are equal as they are written, NaN included."""
     return json.dumps(one) == json.dumps(other)
 
 
 def gap(one: Any, other: Any) -> float:
-    """Relative difference of two numbers; 1 of anything else."""
+    """Return the relative difference of two numbers; 1 for anything else."""
     if not (isinstance(one, int | float) and isinstance(other, int | float)):
         return 1.0
     return abs(one - other) / (max(abs(one), abs(other)) or 1.0)

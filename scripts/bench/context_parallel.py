@@ -1,9 +1,9 @@
 """How much memory does a trainer's rank take when context parallel ranks share one long conversation?
 
 Each arm is one optimizer step on a single trajectory of `--tokens`, on 1, 2 and 4 ranks over gloo, each a
-process with one thread. Measured is the peak resident memory of a rank during its second step (VmHWM), less
-what it had before that step: weights, gradients and optimizer, which every rank holds in full. Seconds are of
-that step on CPUs that the ranks share, so they show no speed-up where there are more ranks than cores.
+process with one thread. Measured is the peak resident memory of a rank during its second step (VmHWM), minus
+its memory before that step: weights, gradients and optimizer, which every rank has in full. Seconds are those
+of the second step on CPUs that the ranks share, so they show no speed-up if there are more ranks than cores.
 
     python scripts/bench/context_parallel.py --json OUT [--tokens 32768] [--ranks 1 2 4] [--delta]
 
@@ -64,7 +64,7 @@ DELTA = MODEL | {
 
 
 def conversation(tokens: int) -> Trajectory:
-    """A prompt of half the tokens and an answer as long."""
+    """Make a prompt of half the tokens and an answer of the same length."""
     rng, half = np.random.default_rng(0), tokens // 2
     row = Trajectory(trajectory_id="0", group_id="g", instance_id="i", reward=1.0, prompt_length=half)
     row.append_context(rng.integers(0, MODEL["vocab_size"], half).tolist())
@@ -83,7 +83,7 @@ def conversation(tokens: int) -> Trajectory:
 
 
 def step(folder: Path, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
-    """Memory and time of one rank in its second step."""
+    """Return memory and time of one rank in its second step."""
     torch.set_num_threads(1)
     master, meeting = None, folder / f"address{ranks}"
     if ranks > 1 and rank == 0:
@@ -117,7 +117,7 @@ def step(folder: Path, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run all arms and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])

@@ -1,12 +1,12 @@
-"""How often the intervals of a run's split of acceptance cover what they should, where the truth is known.
+"""How often do the intervals of a run's split of acceptance cover the truth, in cases where it is known?
 
     python scripts/bench/coverage.py --json scripts/bench/results/coverage.json
 
 Every case is sampled `--draws` times and goes through `AcceptanceSplit` as a run does: values step by step,
 and probes of fixed contexts every twentieth step. The nominal level is .95. `rest` is the part of the change
-that a slope leaves, given that slope. `total`, `mismatch` and `contexts` are the parts published as metrics;
-their intervals hold for either slope. Where the early steps bound no slope, the case has no slope between
-steps (`no slope between steps`).
+that a given slope does not explain. `total`, `mismatch` and `contexts` are the parts published as metrics;
+their intervals hold for either slope. If the early steps do not determine a slope, the case counts under
+`no slope between steps`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = {  # correlation of residuals, noise of the entropy in its standard devi
 
 
 def correlated(rng: np.random.Generator, correlation: float, n: int) -> np.ndarray:
-    """AR(1) of unit variance."""
+    """Sample n values of an AR(1) process with unit variance."""
     series = rng.standard_normal(n)
     for t in range(1, n):
         series[t] = correlation * series[t - 1] + np.sqrt(1 - correlation**2) * series[t]
@@ -46,7 +46,7 @@ def correlated(rng: np.random.Generator, correlation: float, n: int) -> np.ndarr
 
 
 def fixed_contexts(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Entropy and acceptance [TRAJECTORIES, CONTEXTS] of the first probe, of slope WITHIN across contexts."""
+    """Sample a probe's entropy and acceptance [TRAJECTORIES, CONTEXTS], with slope WITHIN over contexts."""
     size = TRAJECTORIES, CONTEXTS
     entropy = 0.9 + 0.3 * rng.standard_normal((TRAJECTORIES, 1)) + 0.4 * rng.standard_normal(size)
     noise = CONTEXT_SIGMA * (rng.standard_normal((TRAJECTORIES, 1)) + rng.standard_normal(size))
@@ -54,7 +54,7 @@ def fixed_contexts(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tables(entropy: np.ndarray, acceptance: np.ndarray) -> list[ProbeTable]:
-    """The tables of a probe of depth 1."""
+    """Return the tables of a probe of depth 1."""
     found = []
     for number, (h, a) in enumerate(zip(entropy, acceptance, strict=True)):
         values = {name: np.full((len(h), 1), np.nan) for name in COLUMNS}
@@ -64,7 +64,7 @@ def tables(entropy: np.ndarray, acceptance: np.ndarray) -> list[ProbeTable]:
 
 
 def coverage(name: str, draws: int, seed: int = 7, mismatch: float = 0.0) -> dict[str, float]:
-    """Shares of the samples of a case in which each interval contains the truth.
+    """Return, for each interval, the share of a case's samples in which it contains the truth.
 
     Training moves the entropy by -0.2 nat along a slope of -0.3; prompts move it from step to step along
     their own slope. mismatch: a change not caused by entropy, which begins after the early steps.
@@ -116,7 +116,7 @@ def coverage(name: str, draws: int, seed: int = 7, mismatch: float = 0.0) -> dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run all cases and write one JSON; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--json", type=Path, metavar="OUT")

@@ -5,13 +5,13 @@
 
 Prompts are contexts of real turns of the shipped model (contexts.json). models/tiny, and the larger models
 that `scripts/grow_checkpoint` makes of it, continue them as a trained model does, so acceptance is realistic.
-Four times as many requests as the batch holds run to their last token at temperature 1, never more than the
-batch at once. Only the tokens of the time in which the batch is full count (`harness.full_batch_rate`). A
+Four times as many requests as the batch holds run to their last token at temperature 1; at any time at most a
+batch of them runs. Only tokens generated while the batch is full count (`harness.full_batch_rate`). A
 step's time is batch * tokens a step / tokens a second.
 
-A mode may be "rejection, stock": SGLang without rlpipe's plugin. Servers start one after the other, and the
-file is written after each. If a server fails, the file names it, the others continue, and the exit status is
-1. A server gets the share of the GPU that the memory estimate (rlpipe/preflight) leaves for it.
+The mode "rejection, stock" is SGLang without rlpipe's plugin. Servers start one after the other, and the
+file is written after each. If a server fails, the file names it, the other servers still run, and the exit
+status is 1. A server gets the share of the GPU that the memory estimate (rlpipe/preflight) leaves for it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def wave(
     tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[GenerateResult], list[Span]]:
-    """Run `count` requests, `batch` of them at once; return their results and when each ran."""
+    """Run `count` requests, `batch` of them at once; return their results and the time span of each."""
     slots, spans = asyncio.Semaphore(batch), []
 
     async def run(number: int) -> GenerateResult:
@@ -139,7 +139,7 @@ def settings(mode: str, given: argparse.Namespace, folder: str = "") -> Config:
 
 
 def fitting_share(config: Config, card: int) -> float:
-    """Return the share of a GPU of so many bytes for a server's weights and KV, excluding its other memory.
+    """Return the share of a GPU with `card` bytes for a server's weights and KV, excluding its other memory.
 
     It is at most SGLang's default, because the estimate was not tested on a GPU.
     """
@@ -149,7 +149,7 @@ def fitting_share(config: Config, card: int) -> float:
 
 
 def seconds_per_graph(log: str) -> float | None:
-    """Return the mean seconds that a server took to capture one CUDA graph, from its log; None without any.
+    """Return the mean seconds that a server took to capture a CUDA graph, from its log; None if it has none.
 
     >>> seconds_per_graph("Capture decode CUDA graph end. bs=[1, 8], elapsed=3.00 s, mem usage=0.1 GB")
     1.5
@@ -197,7 +197,7 @@ def measure(mode: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(modes: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return how many times as fast as each other mode the first one decodes, by batch."""
+    """Return, by batch, the speed of the first mode divided by the speed of each other mode."""
     first, *others = [name for name, result in modes.items() if "batches" in result] or [""]
     return {
         f"{first} / {other}": {
@@ -209,7 +209,7 @@ def ratios(modes: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Measure all modes and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=2)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--modes", nargs="+", default=["rejection"])

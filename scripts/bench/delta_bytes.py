@@ -1,7 +1,7 @@
-"""How many bytes does a delta update of single elements have, in training by full steps and by LoRA, in bf16?
+"""How many bytes does a delta update (changed elements only) have in bf16, in full training and with LoRA?
 
-Trains a released model on real rollouts (`recipe=smollm_rl`) and keeps every checkpoint. Compares the weights
-that servers would receive, step by step, in the way that an update compares them (`weights/deltas.py`).
+Trains a released model on real rollouts (`recipe=smollm_rl`) and stores every checkpoint. Then it compares
+the weights that servers would receive, step by step, in the way that an update does (`weights/deltas.py`).
 
     python scripts/bench/delta_bytes.py --json OUT [--model smollm2] [--steps 3] [--settings NAME=VALUE ...]
 """
@@ -31,14 +31,14 @@ ARMS = {"full": (), "LoRA": ("trainer.lora.rank=16", "trainer.lr=3e-4")}
 
 
 def train(run: Path, steps: int, settings: list[str]) -> None:
-    """Run so many steps, with a checkpoint after each."""
+    """Run `steps` steps, with a checkpoint after each."""
     command = [sys.executable, "-m", "rlpipe", "run", "+recipe=smollm_rl", f"run.dir={run}"]
     command += [f"run.steps={steps}", "run.save_every=1", f"run.keep_last={steps}", "val.every=0", *settings]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
 def deltas(run: Path, steps: int, start: Path) -> list[dict[str, Any]]:
-    """Bytes and elements of the delta of each step."""
+    """Return bytes and elements of the delta of each step."""
     config = RolloutConfig(engine="sglang", device="cpu", dtype="bfloat16")
     folders = [start, *(run / "checkpoints" / f"step_{n}" / "hf" for n in range(1, steps + 1))]
     found, held = [], None

@@ -40,14 +40,14 @@ from rlpipe.rollout.chat import ChatFormat  # noqa: E402
 
 
 def reasoning(model: Path) -> Workload:
-    """First turns of held-out reasoning tasks."""
+    """Return the first turns of held-out reasoning tasks."""
     chat, suite = ChatFormat.from_pretrained(model), make_suite(EnvConfig(name=EnvName.REASONING))
     prompts = [chat.initial(suite.episode(i).messages()) for i in suite.instance_ids("held_out")[:64]]
     return Workload([[prompt] for prompt in prompts], chat.stop_token_ids, TURN_TOKENS)
 
 
 def spec_of(drafter: str, gamma: int, draft: Path | None = None) -> SpecConfig:
-    """How the engine decodes with a drafter, or with `none`. draft: directory of an EAGLE-3 draft.
+    """Return the settings for decoding with a drafter, or with `none`. draft: directory of an EAGLE-3 draft.
 
     At temperature 0 every rule accepts the same drafts as greedy verification.
     """
@@ -59,7 +59,7 @@ def spec_of(drafter: str, gamma: int, draft: Path | None = None) -> SpecConfig:
 
 
 def workloads(model: Path, conversations: int) -> dict[str, Workload]:
-    """In- and out-of-domain prompts, greedy and sampled. conversations: how many of each."""
+    """Return in- and out-of-domain prompts, greedy and sampled. conversations: how many of each."""
     domains = {"swe turns": swe_workloads(model)["turns"], "reasoning": reasoning(model)}
     return {
         f"{domain}, T = {temperature:g}": replace(

@@ -2,11 +2,11 @@
 
     python scripts/bench/drafts_pay.py --model DIR --json OUT [--draft-vocab FILE] [--gammas 1 2 3]
 
-Measures tokens a second with drafts (each gamma, and adaptive up to the largest) over none, with the embedded
-engine in bfloat16. Arms have a process each and take turns within a repeat (`rollout_speed`), so a ratio is
-the median over repeats of the ratio within one. Also reports the acceptance at which a gamma breaks even,
-from the costs that the adaptive arm measured at its start (`break_even_acceptance`), and the measured
-acceptance by depth.
+Measures tokens a second with drafts (each gamma, and adaptive up to the largest) over no drafts, with the
+embedded engine in bfloat16. Arms run in separate processes and take turns within a repeat (`rollout_speed`);
+a ratio is the median over repeats of the ratio within a repeat. Also reports the acceptance at which a gamma
+breaks even, from the costs that the adaptive arm measured at its start (`break_even_acceptance`), and the
+measured acceptance by depth.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlpipe.spec.gamma import break_even_acceptance  # noqa: E402
 
 
 class CostsArm(EngineArm):
-    """The adaptive arm; without work it returns the costs it measured instead of a speed."""
+    """The adaptive arm; a run without work returns the costs that it measured instead of a speed."""
 
     def run(self, work: Workload | None, batch: int) -> Any:
-        """Decode, or return seconds by (batch, gamma)."""
+        """Decode the work; without work, return seconds by (batch, gamma)."""
         return (0, self.costs) if work is None else super().run(work, batch)
 
 

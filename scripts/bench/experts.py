@@ -1,7 +1,7 @@
-"""What does a training step of an MoE cost when its experts are computed together, or one after another?
+"""What does a training step of an MoE cost if its experts are computed together, or one after another?
 
-The model is a random Qwen3-MoE checkpoint: four layers of 64 experts, two of which each token is routed to.
-Timed are forward, recomputation, backward and optimizer step of one micro-batch. Both arms train the same
+The model is a random Qwen3-MoE checkpoint: four layers of 64 experts; each token is routed to two of them.
+Timed are forward, recomputation, backward and optimizer step of one micro-batch. Both arms use the same
 trainer.
 
 `grouped`  rlpipe.trainer.grouped: two products for each expert, in one autograd function for all
@@ -45,7 +45,7 @@ def finished() -> float:
 
 
 def summary(samples: Samples, tokens: int, *, unit: str) -> dict[str, Any]:
-    """Return the median of each arm, tokens a second, and the speed of grouped over that of the loop."""
+    """Return each arm's median and tokens a second, and the speed of `grouped` relative to `loop`."""
     medians = {name: median(seconds) for name, seconds in samples.seconds.items()}
     results = {name: {unit: took, "tokens_per_s": tokens / took} for name, took in medians.items()}
     return {"tokens": tokens, "results": results, "speed": samples.ratio("loop", "grouped")}

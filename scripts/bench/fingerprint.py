@@ -1,10 +1,10 @@
 """How fast are the fingerprints of weights, by the algorithm of a GPU server and by that of a CPU server?
 
 The tensors are those of a decoder: layers of a grown model with fused projections, in bfloat16, as many as
-fill --megabytes. They are on the device before the clock starts.
+fill --megabytes. They are on the device before the clock starts. The arms are:
 
-`mix`      rlpipe.weights.fingerprint as for a GPU server: Triton on a GPU, torch on the CPU
-`sha256`   the same as for a CPU server
+`mix`      rlpipe.weights.fingerprint, as for a GPU server: Triton on a GPU, torch on the CPU
+`sha256`   rlpipe.weights.fingerprint, as for a CPU server
 `hashlib`  one thread of hashlib over the same bytes, on the host
 
     python scripts/bench/fingerprint.py --json OUT [--device cpu] [--megabytes 3400] [--repeats 5]
@@ -30,7 +30,7 @@ LAYER = ((1536, 256, 256), (HIDDEN,), (8960, 8960), (HIDDEN,))  # rows that are 
 
 
 def layers(megabytes: float, device: str) -> dict[str, Parts]:
-    """Return random tensors, each as the parts that it is fused from, of at most so many megabytes."""
+    """Return at most `megabytes` of random tensors, each as the parts from which it is fused."""
     found: dict[str, Parts] = {}
     left = int(1e6 * megabytes) // 2
     while True:
@@ -43,7 +43,7 @@ def layers(megabytes: float, device: str) -> dict[str, Parts]:
 
 
 def on_host(tensors: dict[str, Parts]) -> None:
-    """All bytes through hashlib."""
+    """Hash all bytes by hashlib."""
     digest = hashlib.sha256()
     for parts in tensors.values():
         for part in parts:

@@ -42,7 +42,7 @@ KNOWN, READ = [0, 2, 3, 5], [0, 1, 2]  # vocabulary of the draft of --reduced, a
 
 
 async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:
-    """[count, DEPTH] tokens of turns that the server samples."""
+    """Return [count, DEPTH] tokens of turns that the server samples."""
     sampling = {"temperature": 1.0, "max_new_tokens": DEPTH + 1, "ignore_eos": True}
     room, body = asyncio.Semaphore(AT_ONCE), {"input_ids": PROMPT}
 
@@ -56,7 +56,7 @@ async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a test fails."""
+    """Test, write one JSON, and return the exit status: 1 if a test fails."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--copies", type=int, default=256)

@@ -1,6 +1,6 @@
-"""The policy that `sglang_gamma.py` has a server load: rlpipe's, except that a file can overrule it.
+"""The policy that a server of `sglang_gamma.py` loads: rlpipe's policy, which a file can overrule.
 
-Imports nothing of rlpipe, which is not installed in the server's environment.
+It imports nothing from rlpipe, which is not installed in the server's environment.
 """
 
 import os
@@ -12,10 +12,10 @@ ADAPTIVE = b"a"
 
 
 class AdaptiveGamma(runpy.run_path(os.environ[POLICY])["AdaptiveGamma"]):
-    """Drafts as many tokens as the digit in the file, without learning; `a` restores rlpipe's policy."""
+    """Drafts as many tokens as the digit in the file, without learning; for `a`, follows rlpipe's policy."""
 
     def choose(self, batch: int) -> int:
-        """The width of the next step."""
+        """Return the width of the next step."""
         file = self.__dict__.setdefault("_file", None) or os.open(os.environ[ORDER], os.O_RDONLY)
         self._file, order = file, os.pread(file, 1, 0)
         self._forced = order != ADAPTIVE

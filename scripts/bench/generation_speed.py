@@ -2,12 +2,12 @@
 
     python scripts/bench/generation_speed.py --model DIR --json OUT [--sglang] [--draft-vocab FILE]
 
-Arms have a process each and take turns within a repeat (`rollout_speed`). Prompts are chat requests, sampled
-at temperature 1, and every answer has exactly --tokens tokens. The engine drafts if the checkpoint has an MTP
-layer. --sglang adds two arms: an SGLang server with the same settings and no drafts, stock and with rlpipe's
-plugin. transformers and SGLang read the checkpoint of --plain-model, if given: the same weights in a layout
-that they know. The floor of a step at batch 1 is the time to read as many bytes as the target's weights have.
-The reading rate is measured in every repeat of the same run, and the best one counts.
+Arms run in separate processes and take turns within a repeat (`rollout_speed`). Prompts are chat requests,
+sampled at temperature 1, and every answer has exactly --tokens tokens. The engine drafts if the checkpoint
+has an MTP layer. --sglang adds two arms: an SGLang server with the same settings and no drafts, stock and
+with rlpipe's plugin. If --plain-model is given, transformers and SGLang read it: a checkpoint with the same
+weights, in a layout that they know. The floor of a step at batch 1 is the time to read as many bytes as the
+target's weights have. The reading rate is measured in every repeat of the same run, and the best one counts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ServerArm(EngineArm):
 
 
 class ReadArm:
-    """Reads as many bytes as a model's weights have; returns bytes per second."""
+    """An arm that reads as many bytes as a model's weights have, and returns bytes per second."""
 
     def __init__(self, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -95,7 +95,7 @@ class ReadArm:
 
 
 def target_bytes(model: Path) -> int:
-    """Return the bytes in bfloat16 of the weights that a decode step reads; a tied head counts once."""
+    """Return the size in bfloat16 of the weights that a decode step reads; a tied head counts once."""
     sizes = {n: tensor.numel() for n, tensor in read_weights(model).items() if not is_mtp_weight(n)}
     # The head counts even when tied; of the embedding, a step reads one row per token.
     return 2 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])

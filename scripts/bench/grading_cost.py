@@ -1,10 +1,10 @@
-"""What does grading out of reach of the model's code cost, compared with the grading of an earlier commit?
+"""What does it cost to grade out of reach of the model's code, compared with an earlier commit's grading?
 
 Each arm is a separate process that runs one checkout: this one, and `--baseline` in a temporary git worktree.
-Both run episodes on the same repaired instances without a memo, in turns and in random order. An episode
-looks for the function, shows its file, repairs the line, runs the tests and submits; grading is its last
-step. Reported are wall-clock seconds and CPU seconds (of the process and its children). Goal: at most 1.3
-times an episode of the baseline.
+Both run episodes on the same repaired instances without a cache of results, in turns and in random order. An
+episode looks for the function, shows its file, repairs the line, runs the tests and submits; grading is its
+last step. Reported are wall-clock seconds and CPU seconds (of the process and its children). Goal: at most
+1.3 times an episode of the baseline.
 
     python scripts/bench/grading_cost.py --json OUT [--baseline 8f2a9b6] [--instances 60]
 """
@@ -30,7 +30,7 @@ FIGURES = ("grading wall", "grading cpu", "episode wall", "episode cpu")
 
 
 def work() -> None:
-    """An arm: runs each instance named on stdin and prints its four figures."""
+    """Run an arm: for each instance named on stdin, run it and print its four figures."""
     from rlpipe.config.env import EnvConfig, SandboxConfig
     from rlpipe.envs.swe.suite import SweSuite
 
@@ -56,13 +56,13 @@ def work() -> None:
 
 
 def spent() -> tuple[float, float]:
-    """(seconds by the clock, CPU seconds of this process and the children it has waited for)."""
+    """Return wall-clock seconds, and CPU seconds of this process and of the children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return time.monotonic(), sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def played(arm: subprocess.Popen[str], name: str) -> list[float]:
-    """The figures of one instance in one arm."""
+    """Return the figures of one instance in one arm."""
     arm.stdin.write(f"{name}\n")
     arm.stdin.flush()
     while not (line := arm.stdout.readline()).startswith("figures"):

@@ -3,9 +3,9 @@
     python scripts/bench/greedy_equals.py --model DIR --json OUT [--prompts 200] [--tokens 32] [--gamma 3]
 
 transformers decodes each prompt by itself. The engine decodes many at once, without drafts and, if the
-checkpoint has an MTP layer, with them. transformers reads --plain-model, if given: the same weights in a
-layout that it knows. A prompt counts as different at its first differing token. There the gap between
-transformers' two best logits is reported, as float32 rounding may choose either of two equal ones.
+checkpoint has an MTP layer, with drafts. If --plain-model is given, transformers reads it: the same weights
+in a layout that it knows. A prompt counts as different at its first differing token. There the gap between
+transformers' two best logits is reported, because float32 rounding may choose either of two equal logits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def engine_greedy(path: Path, spec: SpecConfig, prompts: list[list[int]], args: 
 
 
 def main() -> int:
-    """Compare, print and write the result; return 1 where a token differs."""
+    """Compare, print and write the result; return 1 if a token differs."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)

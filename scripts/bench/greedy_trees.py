@@ -4,10 +4,10 @@
 
 Arms of the embedded engine decode the same prompts at temperature 0: no drafts, a chain of three
 (`greedy`), a chain of six (as many drafts as the smallest tree has), and trees. All of them emit the argmax
-of the target (the engine's tests check this), so only the number of accepted drafts differs. Arms have a
-process each and take turns within a repeat (`rollout_speed`); a ratio is the median over repeats of the ratio
-within one. `--work turns` continues conversations about held-out SWE instances (the shipped model); `--work
-chat` answers requests.
+of the target (the engine's tests check this), so only the number of accepted drafts differs. Arms run in
+separate processes and take turns within a repeat (`rollout_speed`); a ratio is the median over repeats of the
+ratio within a repeat. `--work turns` continues conversations about held-out SWE instances (the shipped
+model); `--work chat` answers requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TREES = ([2, 1, 1], [2, 2, 1], [4, 2, 1])
 
 
 def specs() -> dict[str, SpecConfig]:
-    """Return the arms; a name lists the drafts of each depth."""
+    """Return the arms; the name of a tree lists its number of drafts at each depth."""
     arms = {"none": SpecConfig(mode=SpecMode.NONE)}
     arms |= {f"chain of {gamma}": SpecConfig(mode=SpecMode.GREEDY, gamma=gamma) for gamma in CHAINS}
     return arms | {

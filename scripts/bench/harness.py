@@ -1,6 +1,6 @@
 """The harness of all benches: arms in turns, warm-up, repeats, ratios, provenance, JSON and a table.
 
-Owns how things are measured and written; a bench states its question, its arms and its sizes. Arms take turns
+This module measures and writes results; a bench states its question, its arms and its sizes. Arms take turns
 within a repeat, in an order that is reversed every other repeat, so that a disturbance or a slow drift of the
 machine affects all of them equally. A ratio is the median over repeats of the ratio within a repeat. The
 clock is an argument, so that a test can plant speeds and check that they are reported.
@@ -40,7 +40,7 @@ def git(*command: str) -> str:
     """Return what git prints about this checkout.
 
     Raises:
-        subprocess.CalledProcessError: it is not a checkout.
+        subprocess.CalledProcessError: this is not a checkout.
     """
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
@@ -64,7 +64,7 @@ def bench_parser(description: str | None, *, repeats: int | None = 5) -> argpars
 
 @dataclass(slots=True)
 class Samples:
-    """What each arm took: seconds and amounts of work, one entry per repeat.
+    """Seconds and amounts of work of each arm, one entry per repeat.
 
     >>> samples = Samples(seconds={"ours": [1.0, 1.0], "theirs": [2.0, 4.0]})
     >>> samples.ratio("theirs", "ours")
@@ -79,7 +79,7 @@ class Samples:
         return [work / seconds for work, seconds in zip(self.work[arm], self.seconds[arm], strict=True)]
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Return the time of the arm `slow` over that of `fast`, for the same work."""
+        """Return the time of the arm `slow` divided by the time of `fast`, for the same work."""
         return paired_ratio(self._costs(slow), self._costs(fast))
 
     def ratios(self, pairs: Iterable[tuple[str, str]], *, digits: int = 2) -> dict[str, float]:
@@ -108,7 +108,7 @@ def take_turns(
         clock: seconds; a test passes its own.
 
     Raises:
-        ValueError: nothing is counted, or the clock did not advance while an arm ran, so it has no speed.
+        ValueError: no round is counted, or the clock did not advance while an arm ran, so it has no speed.
     """
     if repeats < 1 or not arms:
         raise ValueError(f"{repeats} repeats of {len(arms)} arms measure nothing: give one of each at least.")
@@ -132,7 +132,7 @@ def take_turns(
 
 
 def repeated(arm: Callable[[], object], calls: int, synchronize: Callable[[], None] = lambda: None) -> Arm:
-    """Return an arm of so many calls; their number is its work. synchronize: waits for the device."""
+    """Return an arm that makes `calls` calls, which count as its work. synchronize: waits for the device."""
 
     def run() -> int:
         for _ in range(calls):
@@ -159,11 +159,12 @@ def calls_for(
 
 
 class ArmProcess:
-    """An arm in its own process, as thread pools and caches of one arm slow another down.
+    """An arm in a separate process, because thread pools and caches of one arm slow another down.
 
-    `make` is called there and returns an object with a method `run`. Between calls the process and its
-    children are stopped (SIGSTOP), as a server that polls would take a core from the arm whose turn it is.
-    Each process is started before the next, so that an arm that measures its own costs is not disturbed.
+    `make` is called in that process and returns an object with a method `run`. Between calls the process and
+    its children are stopped (SIGSTOP), because a server that polls would take a core from the arm whose turn
+    it is. Each process is started before the next, so that an arm that measures its own costs is not
+    disturbed.
     """
 
     def __init__(self, make: Callable[[], Any], *, prepare: Callable[[], None] | None = None) -> None:
@@ -177,10 +178,10 @@ class ArmProcess:
         atexit.register(self._signal, signal.SIGCONT)
 
     def run(self, *arguments: Any) -> Any:
-        """Call `run` there and return what it returns.
+        """Call `run` in the arm's process and return its result.
 
         Raises:
-            RuntimeError: it raised, with its traceback.
+            RuntimeError: `run` raised; the message has its traceback.
         """
         self._signal(signal.SIGCONT)
         self._pipe.send(arguments)
@@ -211,7 +212,7 @@ class ArmProcess:
 
 
 def _serve_arm(pipe: Any, make: Callable[[], Any], prepare: Callable[[], None] | None) -> None:
-    """Make the arm, then run it once for every order, until None."""
+    """Make the arm, then run it once for every message from the pipe, until None."""
     arm = None
     try:
         if prepare is not None:
@@ -229,7 +230,7 @@ def _serve_arm(pipe: Any, make: Callable[[], Any], prepare: Callable[[], None] |
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """One request: when it began and ended, in seconds, and how many tokens it generated between."""
+    """One request: its begin and end in seconds, and the number of tokens that it generated."""
 
     start: float
     end: float
@@ -239,17 +240,17 @@ class Span:
 def full_batch_rate(spans: Sequence[Span], batch: int) -> float:
     """Return the tokens per second of a server at full batch, from requests of which `batch` run at once.
 
-    The window is the time in which the batch was full: from the start of the request that filled it to the
-    first end that no waiting request followed. A request's tokens are spread evenly over its time, and those
-    inside the window count. The rate between request ends would not do: where all requests of a batch end
-    together, no time passes between two ends, and the speed is unbounded.
+    The window is the time in which the batch was full. It begins when a request fills the batch, and ends
+    when a request ends that no waiting request replaces. A request's tokens are spread evenly over its time;
+    the tokens inside the window count. The rate between request ends would not work: if all requests of a
+    batch end together, no time passes between two ends, and the speed is unbounded.
 
     >>> spans = [Span(t, t + 1, 100) for t in (0.0, 1.0, 2.0) for _ in range(8)]
     >>> full_batch_rate(spans, 8)
     800.0
 
     Raises:
-        ValueError: the batch was at no time full, or more than `batch` requests ran at once.
+        ValueError: the batch was never full, or more than `batch` requests ran at once.
     """
     if len(spans) < 2 * batch:
         raise ValueError(f"{len(spans)} requests cannot keep a batch of {batch} full: queue twice as many.")
@@ -331,7 +332,7 @@ def provenance(
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON has it. Paths inside the checkout become relative, others only their name."""
+    """Return a setting as a JSON value. Paths inside the checkout become relative, others only a name."""
     if not isinstance(value, Path):
         return value
     path = value.resolve()
@@ -339,7 +340,7 @@ def _plain(value: Any) -> Any:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return rows as text, one line each, with the columns of all of them.
+    """Return rows as text, one line each, with a column for every key that any row has.
 
     >>> print(table({"ours": {"ms": 1.5}, "theirs": {"ms": 12.25}}))
             ms
@@ -357,6 +358,6 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_result(out: Path | None, result: Mapping[str, Any]) -> None:
-    """Write a result as JSON. Does nothing without a file, as the result was printed."""
+    """Write a result as JSON. Does nothing if `out` is None."""
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""How long is a training step of the whole loop with drafts and without, and where does its time go?
+"""How long is a training step of the full loop with drafts and without, and how is its time spent?
 
     python scripts/bench/loop_modes.py --json OUT --model DIR [--modes rejection none] [--steps 3] [KEY=VALUE]
 
@@ -6,7 +6,7 @@ The main job (swe_rl) runs by the real command line: trainer, rollout worker and
 on one GPU (`cluster=one_gpu`). Every turn decodes 256 extra tokens, which are thrown away, as the turns of
 the shipped model are too short for a measurement. The first step warms up; figures are medians over the other
 steps. Modes run one after the other, and the file is written after each. If a mode fails, the file names it
-and the exit status is 1.
+and the exit status is 1. The less obvious figures:
 
 `logprob_diff`  mean |p_rollout - p_trainer| of the tokens that are trained on
 `without_kernels`  share of verify steps that a GPU server computed in torch because its kernels failed
@@ -72,7 +72,7 @@ def step_ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def measure(mode: str, model: Path, steps: int, settings: Sequence[str]) -> dict[str, float]:
-    """Run the main job in one mode and return its figures. Raises RuntimeError with its last output."""
+    """Run the main job in one mode and return its figures. Raises RuntimeError with the last output."""
     with tempfile.TemporaryDirectory() as folder:
         run = f"{folder}/run"
         given = [f"model.path={model}", f"run.dir={run}", f"run.steps={steps}", f"spec.mode={mode}"]
@@ -85,7 +85,7 @@ def measure(mode: str, model: Path, steps: int, settings: Sequence[str]) -> dict
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Measure all modes and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--modes", nargs="+", default=["rejection", "none"])

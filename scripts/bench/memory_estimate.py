@@ -1,15 +1,16 @@
 """How far is the memory estimate (rlpipe/memory) from the memory that a process takes?
 
 Each case runs in its own process, on the CPU, where trainer and engine run the same code as on a GPU. A tiny
-model runs first, so that libraries and their buffers are loaded; then a random model of the case's sizes.
-Measured is the peak resident memory of the process, less what it had before the model was built: for a
-trainer, during its second step (the first one touches the optimizer's pages); for an engine, while its
-weights are replaced and while its rows, all full, decode. The kernel records that peak (VmHWM, reset by
-clear_refs), so none is missed. The allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so
-that resident memory is memory in use. With a GPU the large trainers can be chosen (`--only large`,
-`--only long`); there the measure is the peak that torch allocated. MoE cases run with `--only experts`. With
-`--model`, two steps of smollm_rl on that checkpoint run in one process as a user runs them, libraries,
-validation and the last checkpoint included; the measure is the peak resident memory of the process.
+model runs first, so that libraries and their buffers are loaded, then a random model of the case's sizes.
+Measured is the peak resident memory of the process, minus its memory before the model was built. A trainer is
+measured during its second step, because the first step touches the optimizer's pages. An engine is measured
+while its weights are replaced, and while all its rows decode. The operating system records the peak (VmHWM,
+reset by clear_refs), so no peak is missed. The allocator returns freed blocks at once
+(MALLOC_MMAP_THRESHOLD_), so that resident memory is memory in use. With a GPU the large trainers can be
+chosen (`--only large`, `--only long`); there the measure is the peak that torch allocated. MoE cases run with
+`--only experts`. With `--model`, two steps of smollm_rl on that checkpoint run in one process, as a user runs
+them, including validation and the last checkpoint. Then the measure is the peak resident memory of the
+process, including libraries.
 
     python scripts/bench/memory_estimate.py --json OUT [--only NAME ...] [--model SMOLLM2]
 """
@@ -111,13 +112,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def settings(case: dict[str, Any]) -> Config:
-    """The case's settings as a configuration."""
+    """Return the case's settings as a configuration."""
     sections = {name: values for name, values in case.items() if name != "model"}
     return OmegaConf.to_object(OmegaConf.merge(Config, sections))
 
 
 def estimated(case: dict[str, Any]) -> int:
-    """The estimate of a case, in bytes."""
+    """Return the estimate of a case, in bytes."""
     arch = read_architecture(MODEL | case.get("model", {}))
     if "rollout" in case:
         return engine_memory(arch, settings(case)).total
@@ -125,7 +126,7 @@ def estimated(case: dict[str, Any]) -> int:
 
 
 def write_model(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
-    """A checkpoint of random weights."""
+    """Write a checkpoint with random weights."""
     from safetensors.torch import save_file
 
     path.mkdir()
@@ -140,7 +141,7 @@ def write_model(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.f
 
 
 def train(path: Path, config: Config, step: Any) -> None:
-    """Two optimizer steps of a full micro-batch; `step` is called before each."""
+    """Make two optimizer steps on a full micro-batch; call `step` before each."""
     from rlpipe.trainer.megatron import MegatronTrainer
 
     trainer = MegatronTrainer(config.trainer, config.algo, DraftConfig(), model_path=path, total_steps=2)
@@ -152,7 +153,7 @@ def train(path: Path, config: Config, step: Any) -> None:
 
 
 def full_batch(vocab: int, trainer: TrainerConfig) -> Any:
-    """One full micro-batch of random tokens for each data parallel rank, packed, in rows of 512."""
+    """Make a full packed micro-batch of random tokens for each data parallel rank, in rows of 512."""
     from rlpipe.batching.packing import pack
     from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
 
@@ -209,12 +210,12 @@ def generate(path: Path, config: Config, step: Any) -> None:
 
 
 def status(field: str) -> int:
-    """A figure of /proc/self/status in bytes."""
+    """Return a figure of /proc/self/status in bytes."""
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
 
 
 def measure(case: dict[str, Any]) -> int:
-    """Peak memory of a case in this process, beyond what libraries take."""
+    """Return the peak memory of a case in this process, excluding the memory of libraries."""
     torch.set_num_threads(1)
     gpu = torch.cuda.is_available() and "trainer" in case
     config, play = settings(case), generate if "rollout" in case else train
@@ -231,7 +232,7 @@ def measure(case: dict[str, Any]) -> int:
 
 
 def measure_run(model: Path) -> dict[str, Any]:
-    """Peak memory of a whole inline run, and its estimate, in bytes."""
+    """Return the peak memory of a complete inline run, and its estimate, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"model.path={model}", f"run.dir={folder}/run", "run.steps=2", "val.every=2"]
         settings += ["val.instances=4", "trainer.threads=1", "rollout.threads=1"]
@@ -251,7 +252,7 @@ def measure_run(model: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run all cases and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--only", nargs="+", default=[], help="cases whose names contain one of these")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)

@@ -1,13 +1,12 @@
 """How many reports per second does the metrics bus take on one core, and how long does a report page take?
 
 A report is one `emit` of one value, from one thread, with a JSONL file, a trace and an events file attached;
-a step is committed after every 1,000 reports. Goal: 100,000 reports a second. Arms in the same run: a whole
-a step is committed after every 1,000 reports. Goal: 100,000 reports a second. Other arms in the same run: a
-dict of 40 values per emit (what an actor sends), a distribution per emit, and the dict without the bus (the
-baseline: the cost of merging only). Seconds are CPU seconds of the emitting thread.
+a step is committed after every 1,000 reports. The goal is 100,000 reports a second. The same run has other
+arms: a dict of 40 values per emit (as an actor sends), a distribution per emit, and the dict without the bus
+(the baseline, which only merges values). Seconds are CPU seconds of the emitting thread.
 
-The report page is that of a synthetic run of 1,000 steps with 4,000 recorded trajectories. Goals: 20 s and
-10 MB.
+The report page is made for a synthetic run of 1,000 steps with 4,000 recorded trajectories. The goals are 20
+s and 10 MB.
 
     python scripts/bench/metrics_bus.py --json OUT [--reports 50000] [--repeats 5]
 """
@@ -67,7 +66,7 @@ def on_the_bus(values: dict[str, Value], emits: int) -> float:
 
 
 def merged_alone(values: dict[str, Value], emits: int) -> float:
-    """CPU seconds of merging the same values without a bus."""
+    """Measure the CPU seconds of merging the same values without a bus."""
     whole: dict[str, Value] = {}
     started = time.thread_time()
     for _ in range(emits):
@@ -76,7 +75,7 @@ def merged_alone(values: dict[str, Value], emits: int) -> float:
 
 
 def measured(work: Callable[[dict[str, Value], int], float], values: dict, emits: int, repeats: int) -> dict:
-    """Median and spread of emissions and values a second; the first repeat warms up."""
+    """Return median and spread of emissions and values a second; the first repeat warms up."""
     rates = [emits / work(values, emits) for _ in range(repeats + 1)][1:]
     return {
         "emits_per_s": round(statistics.median(rates)),
@@ -87,7 +86,7 @@ def measured(work: Callable[[dict[str, Value], int], float], values: dict, emits
 
 
 def page(repeats: int) -> dict:
-    """Seconds and bytes of the report of a long run."""
+    """Measure seconds and bytes of the report of a long run."""
     with tempfile.TemporaryDirectory() as directory:
         run = make_long_run(Path(directory) / "run")
         seconds = []

@@ -1,8 +1,8 @@
 """Is every mistake of the table refused before anything starts, how fast, and does the message help?
 
 Runs each row of tests/helpers/mistakes.py as the command that a user types, in its own folder and with its
-own HOME. A message helps when it states what is wrong, the value, and the fix, without a traceback. Goals:
-all of them, each under 10 s.
+own HOME. A message helps if it states what is wrong, the value, and the fix, without a traceback. The goal is
+that all mistakes are refused with such a message, each in less than 10 s.
 
     python scripts/bench/mistakes.py --json OUT [--processes 4]
 """
@@ -29,7 +29,7 @@ from tests.helpers.mistakes import Mistake, mistakes  # noqa: E402
 
 
 def play(mistake: Mistake) -> dict[str, Any]:
-    """One mistake: exit status, seconds, what its message lacks, and whether a folder was left."""
+    """Make one mistake; return exit status, seconds, what the message lacks, and whether a folder remains."""
     with newcomers_folder("rlpipe-mistake-") as (folder, env):
         mistake.files(folder)
         before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
@@ -50,7 +50,7 @@ def play(mistake: Mistake) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all, print the table, write it."""
+    """Make all mistakes, print the table, and write it."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args, load = parser.parse_args(), load_average()

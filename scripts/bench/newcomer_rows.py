@@ -1,7 +1,7 @@
-"""How are the 34 mistakes answered now that a newcomer's test found answered badly (16) or fairly (18)?
+"""Are the messages for 34 mistakes good now? In a newcomer's test, 16 messages were bad and 18 fair.
 
 Runs each mistake as the command that a user types, in its own folder, with real runs, signals and a small
-disk. One of the 34, a PEFT or GGUF folder as a model, is run as two rows. A row passes when the exit status
+disk. One of the 34, a PEFT or GGUF folder as a model, is run as two rows. A row passes if the exit status
 is right, the output has everything that the row lists (what is wrong, where, and what to do) and no
 traceback, and the command ends within the row's seconds.
 
@@ -60,7 +60,7 @@ Prepare = Callable[[Path], object]
 
 @dataclass(kw_only=True)
 class Row:
-    """One mistake. before: commands that make a run first. ends_at: pattern at which SIGTERM is sent.
+    """One mistake. before: commands that first make a run. ends_at: output pattern at which to send SIGTERM.
 
     says, silent: patterns that the output must or must not have. shell: shell code that precedes the command.
     """
@@ -82,29 +82,29 @@ class Row:
 
 
 def written(name: str, text: str) -> Prepare:
-    """Prepares one file."""
+    """Return a preparation that writes one file."""
     return lambda folder: (folder / name).write_text(text)
 
 
 def own(old: str = STEP, new: str = STEP) -> Prepare:
-    """Prepares an environment with one line changed."""
+    """Return a preparation that writes an environment with one line changed."""
     assert old in ENVIRONMENT, old
     return written("my_env.py", ENVIRONMENT.replace(old, new, 1))
 
 
 def hanging(what: str) -> Prepare:
-    """Prepares an environment that hangs or exits in a run, but not in the rehearsal."""
+    """Return a preparation of an environment that hangs or exits in a run, but not in the rehearsal."""
     line = f"[{what} if __import__('threading').current_thread().name != 'rehearsal' else 0, {STEP}][1]"
     return own(STEP, line)
 
 
 def both(*prepared: Prepare) -> Prepare:
-    """Prepares several."""
+    """Return a preparation that makes several preparations."""
     return lambda folder: [one(folder) for one in prepared]
 
 
 def instances(name: str, change: Callable[[bytes], bytes]) -> Prepare:
-    """Prepares the shipped SWE instances in another form."""
+    """Return a preparation that writes the shipped SWE instances, changed by a function."""
     return lambda folder: (folder / name).write_bytes(change((ROOT / "data/swe/train.jsonl").read_bytes()))
 
 
@@ -115,7 +115,7 @@ def small_disk(folder: Path) -> None:
 
 
 def without(name: str) -> Prepare:
-    """Removes a file or folder of the run."""
+    """Return a preparation that removes a file or folder of the run."""
 
     def remove(folder: Path) -> None:
         path = folder / "out" / name
@@ -393,7 +393,7 @@ ROWS = [
 
 
 def play(row: Row) -> dict[str, Any]:
-    """Run one row: exit status, seconds, and which patterns of the row its output lacks."""
+    """Run one row; return exit status, seconds, and the patterns of the row that its output lacks."""
     with newcomers_folder("rlpipe-newcomer-") as (folder, env):
         row.files(folder)
         env |= row.variables | {"OMP_NUM_THREADS": "1"}
@@ -451,13 +451,13 @@ def _run(command: list[str], row: Row, folder: Path, env: dict[str, str]) -> tup
 
 
 def earlier(out: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the answers that a file already has, each with the commit on which its row ran."""
+    """Return the answers that a file already has, each with the commit at which its row ran."""
     known = json.loads(out.read_text())["rows"] if out and out.exists() else []
     return {answer["row"]: answer for answer in known}
 
 
 def main() -> None:
-    """Run all rows one after the other, print the table, write it."""
+    """Run all rows one after the other, print the table, and write it."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--rows", nargs="+", default=[], help="by name (default: those that OUT lacks)")
     args, load = parser.parse_args(), load_average()

@@ -3,16 +3,16 @@
 The main job (swe_rl) runs in one process, so that every part of it can be measured. Timed are the calls of
 the ledger, the metrics bus, its sinks (on their threads), spans, recorded rollouts, alarms and advice, and of
 the metrics computed from trajectories; each call adds the CPU seconds of its thread. Two shares of the steps'
-time are reported: of CPU seconds (what the calls take from everything else), and of wall-clock seconds that
-the loop spent in them. The second includes interruptions by other threads, so it is larger on a busy machine.
-Not included are the probe, which reads the model and has its own metric (timing_s/probe); the sums that the
-trainer takes of its tensors; the report at the end; and W&B, whose service is a separate process
+time are reported: the calls' CPU seconds (which other work cannot use), and the wall-clock seconds that
+the loop spent in them. The second share includes interruptions by other threads, so it is larger on a busy
+machine. Not included are the probe, which reads the model and has its own metric (timing_s/probe); the sums
+that the trainer takes of its tensors; the report at the end; and W&B, whose service is a separate process
 (metrics.wandb=off here). Other load on the cores makes steps longer and the shares smaller, so milliseconds
 of CPU per step are reported as well.
 
 A second arm switches off every part that can be switched off (no console, trace, recorded rollouts or
-advice), in runs that alternate with the first arm's. Unless it is lost in noise, the difference between the
-arms should equal what the first measurement attributes to these parts.
+advice), in runs that alternate with those of the first arm. Unless noise hides it, the difference between the
+arms should equal the cost that the first arm attributes to these parts.
 
     python scripts/bench/overhead.py --json OUT [--steps 12] [--repeats 3]
 """
@@ -111,7 +111,7 @@ def instrument() -> None:
 
 
 def child(out: Path, steps: int) -> None:
-    """Run one arm in this process and write to `out` what was counted after the warm-up."""
+    """Run one arm in this process, and write the counts after the warm-up to `out`."""
     instrument()
     from rlpipe.metrics.bus import MetricsBus
 
@@ -137,7 +137,7 @@ def child(out: Path, steps: int) -> None:
 
 
 def run(overrides: list[str], steps: int, seed: int) -> dict[str, Any]:
-    """Seconds of the steps of one run, and the share of each counted part."""
+    """Return the seconds of the steps of one run, and the share of each counted part."""
     with tempfile.TemporaryDirectory() as directory:
         counted_file = Path(directory) / "counted.json"
         settings = [*JOB, *QUIET, *overrides, f"run.dir={directory}/run", f"run.steps={steps}"]

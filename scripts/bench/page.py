@@ -2,9 +2,9 @@
 
 Every figure is computed from a JSON under scripts/bench/results or recipes/. `figures.toml` states for each
 question the file, command and date, and the wording of its answer. docs/developer/benchmark_log.md has all
-of them, docs/benchmarks.md those marked `summary`. Other documents hold blocks between `<!-- figure NAME -->`
-and `<!-- end -->`, which are filled with the answer of that name. A test fails when a page differs from what
-this script writes, or when a result has no entry.
+questions, docs/benchmarks.md those marked `summary`. Other documents have blocks between `<!-- figure NAME
+-->` and `<!-- end -->`, which are filled with the answer of that name. A test fails when a page differs from
+what this script writes, or when a result has no entry.
 
     python scripts/bench/page.py [--check]
 """
@@ -65,35 +65,35 @@ class Figure:
 
     @property
     def result(self) -> Any:
-        """Contents of its file."""
+        """The contents of the result file."""
         return json.loads((ROOT / self.file).read_text())
 
     @property
     def markdown(self) -> str:
-        """The answer, computed from the file."""
+        """The answer as Markdown, computed from the file."""
         return self.text.format(r=self.result) if self.text else attrgetter(self.answer)(answers)(self.result)
 
     @property
     def excerpt(self) -> str:
-        """The answer as other documents show it: without goals that were met, which are for developers."""
+        """The answer for other documents, without goals that were met (these are for developers)."""
         return MET_GOAL.sub("", self.markdown).strip()
 
     @property
     def conditions(self) -> str:
-        """Date and machine of the result."""
+        """Return date and machine of the result."""
         result = self.result
         date = result.get("date", self.date) if isinstance(result, dict) else self.date
         return f"{date}, {self.machine}"
 
     @property
     def section(self) -> str:
-        """Question, answer, source and command."""
+        """Return the full section: question, answer, source and command."""
         source = f"{self.conditions}: [{Path(self.file).name}](../../{self.file})"
         return f"### {self.question}\n\n{self.markdown}\n\n{source}\n\n```bash\n{self.command}\n```\n"
 
     @property
     def short_section(self) -> str:
-        """Question, answer, and a link to the full section in the log."""
+        """Return the short section: question, answer, and a link to the full section in the log."""
         anchor = re.sub(r"[^\w\- ]", "", self.question.lower()).replace(" ", "-")
         source = f"{self.conditions} ([command](developer/benchmark_log.md#{anchor}))"
         return f"### {self.question}\n\n{self.excerpt}\n\n{source}\n"
@@ -103,13 +103,13 @@ FIGURES = [Figure(**entry) for entry in tomllib.loads((HERE / "figures.toml").re
 
 
 def results() -> list[str]:
-    """Every committed result, by its path in the repository."""
+    """Return every committed result, by its path in the repository."""
     patterns = ("scripts/bench/results/*.json", "recipes/*/*.json", "recipes/*/*/*.json")
     return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
 
 
 def page() -> str:
-    """The full log of benchmarks."""
+    """Return the full log of benchmarks."""
     parts = [LOG_HEAD]
     for group, figures in groupby(FIGURES, key=lambda figure: figure.group):
         parts += [f"## {group}\n", *(figure.section for figure in figures)]
@@ -117,7 +117,7 @@ def page() -> str:
 
 
 def summary() -> str:
-    """The page of the main figures."""
+    """Return the page of the main figures."""
     parts = [HEAD]
     chosen = [figure for figure in FIGURES if figure.summary]
     for group, figures in groupby(chosen, key=lambda figure: figure.group):
@@ -126,13 +126,13 @@ def summary() -> str:
 
 
 def filled(text: str) -> str:
-    """A document with its blocks of figures filled in. Raises KeyError for a name that no figure has."""
+    """Return a document with its blocks of figures filled in. Raises KeyError for a name without a figure."""
     named = {figure.name: figure for figure in FIGURES if figure.name}
     return BLOCK.sub(lambda block: f"{block[1]}{named[block[2]].excerpt}\n{block[3]}", text)
 
 
 def documents() -> dict[Path, str]:
-    """Every document that this script writes or fills in, with its text."""
+    """Return every document that this script writes or fills in, with its text."""
     recipes = (ROOT / "recipes").glob("*/*.md")
     sources = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(recipes)]
     texts = {path: path.read_text() for path in sources if path not in (PAGE, LOG)}
@@ -141,7 +141,7 @@ def documents() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write every document that is not current; with --check, name it and fail instead."""
+    """Write every document that is not current; with --check, print its name and fail instead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -60,7 +60,7 @@ def parts(output: str, total: float) -> dict[str, float]:
 
 
 def held_out(run: Path) -> dict[str, list[list[float]]]:
-    """Return reward and standard error before and after, of each held-out set; "" is the first one."""
+    """Return reward and standard error before and after, by held-out set; the first set is named ""."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = [record for record in records if "val/reward" in record]
     names = [m[1] for name in measured[0] if (m := re.fullmatch(r"val/(?:(\w+)/)?reward", name))]

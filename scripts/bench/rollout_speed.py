@@ -1,7 +1,7 @@
 """How fast does the embedded engine decode, compared with transformers `generate`, and what do drafts gain?
 
-Arms run on the same prompts, sampled at temperature 1. Each has its own process, as in use (thread pools and
-caches of one arm slow another down), and they take turns within a repeat, so that a disturbance affects all
+Arms run on the same prompts, sampled at temperature 1. Each has its own process, as in real use (thread pools
+and caches of one arm slow another down). Arms take turns within a repeat, so that a disturbance affects all
 of them. Reported are tokens per second of wall time with prefill: the median over repeats and its spread. A
 ratio is the median over repeats of the ratio within the repeat. There are two workloads, each of `--rounds`
 times B prompts:
@@ -60,7 +60,7 @@ Prompts = list[list[int]]
 
 @dataclass(slots=True)
 class Workload:
-    """Conversations, each the prompts of its turns, and the tokens that end a turn (none: fixed length)."""
+    """Conversations as lists of their turns' prompts, and tokens that end a turn (none: fixed length)."""
 
     conversations: list[Prompts]
     stops: tuple[int, ...]
@@ -69,7 +69,7 @@ class Workload:
 
 
 def swe_workloads(model: Path) -> dict[str, Workload]:
-    """First prompts of held-out SWE instances, and whole conversations with them."""
+    """Return first prompts of held-out SWE instances, and full conversations about them."""
     from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
 
     chat = ChatFormat.from_pretrained(model)
@@ -87,7 +87,7 @@ def swe_workloads(model: Path) -> dict[str, Workload]:
 
 
 def random_model(path: Path) -> Path:
-    """27M parameters in bfloat16, MiMo layout."""
+    """Write a random model of 27M parameters in bfloat16, in MiMo layout."""
     from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
     return write_random_checkpoint(
@@ -112,7 +112,7 @@ class TransformersArm:
         self._model.eval().generation_config.eos_token_id = None
 
     def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:
-        """Tokens generated, and no acceptance."""
+        """Return the number of generated tokens, and no acceptance."""
         prompts, tokens = [turns[0] for turns in work.conversations], 0
         for start in range(0, len(prompts), batch):
             chunk = prompts[start : start + batch]
@@ -135,7 +135,7 @@ class TransformersArm:
         return tokens, []
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is nothing to stop."""
 
 
 class EngineArm:
@@ -151,11 +151,11 @@ class EngineArm:
 
     @property
     def costs(self) -> dict[tuple[int, int], float]:
-        """Seconds of a step by (batch, gamma); only with spec.adaptive."""
+        """Return the seconds of a step by (batch, gamma); only with spec.adaptive."""
         return self._engine.costs
 
     def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:
-        """Tokens generated, and counts of drafts of each conversation."""
+        """Return the number of generated tokens, and each conversation's counts of drafts."""
         self._runs += 1
         tokens, counts = 0, [SpecCounts() for _ in work.conversations]
 
@@ -213,7 +213,7 @@ class TimedArm:
 
 
 def prepare_process(make: Callable[[], Any], threads: int) -> None:
-    """Set the threads of an arm's process; the engine's thread sets its own."""
+    """Set the number of threads of an arm's process; the engine's thread sets its own number."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads if make.func is TransformersArm else 1)
 
@@ -226,9 +226,9 @@ def measure(
     repeats: int,
     learning: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, SpecCounts]]:
-    """Speeds and counts of each arm: a warm-up run each, then `repeats` rounds in which they take turns.
+    """Measure speeds and counts of each arm: a warm-up run each, then `repeats` rounds of turns.
 
-    learning: extra runs of these arms before anything is measured.
+    learning: number of extra runs of an arm, by name, before anything is measured.
     """
     running = start_arms(arms, threads)
     for name, runs in (learning or {}).items():
@@ -241,7 +241,7 @@ def measure(
 
 
 def start_arms(arms: Mapping[str, Callable[[], Any]], threads: int) -> dict[str, ArmProcess]:
-    """Start every arm in a process of its own."""
+    """Start every arm in a separate process."""
     return {
         name: ArmProcess(partial(TimedArm, make), prepare=partial(prepare_process, make, threads))
         for name, make in arms.items()
@@ -251,7 +251,7 @@ def start_arms(arms: Mapping[str, Callable[[], Any]], threads: int) -> dict[str,
 def decode_in_turns(
     running: dict[str, ArmProcess], work: Workload, batch: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[SpecCounts]]]:
-    """Speeds of each arm by repeat, and counts of each conversation added over repeats; see `measure`."""
+    """Return each arm's speeds by repeat, and each conversation's counts summed over repeats."""
     speeds: dict[str, list[float]] = {name: [] for name in running}
     counts: dict[str, list[SpecCounts]] = {name: [] for name in running}
     for repeat in range(repeats + 1):
@@ -265,7 +265,7 @@ def decode_in_turns(
 
 
 def total(counts: Iterable[SpecCounts]) -> SpecCounts:
-    """Their sum."""
+    """Return the sum of counts."""
     whole = SpecCounts()
     for mine in counts:
         whole.add(mine)
@@ -273,7 +273,7 @@ def total(counts: Iterable[SpecCounts]) -> SpecCounts:
 
 
 def summary(speeds: list[float], spec: SpecCounts) -> dict[str, Any]:
-    """Median and spread of tokens per second; acceptance by depth, conditional on the depth before."""
+    """Return median and spread of tokens per second, and acceptance by depth, given the depth before."""
     row: dict[str, Any] = {
         "tokens_per_s": round(statistics.median(speeds)),
         "min_max": [round(min(speeds)), round(max(speeds))],
@@ -287,7 +287,7 @@ def summary(speeds: list[float], spec: SpecCounts) -> dict[str, Any]:
 
 
 def bench_model(model: Path, dtype: str, workloads: dict[str, Workload], args: Any) -> dict[str, Any]:
-    """All batches and workloads of one model."""
+    """Run all batches and workloads of one model."""
     results: dict[str, Any] = {}
     for batch in args.batches:
         for name, work in workloads.items():
@@ -345,7 +345,7 @@ def main() -> None:
 
 
 def decoding_provenance(args: argparse.Namespace, load: Load) -> dict[str, Any]:
-    """Return where figures of decoding come from, with what all such benches hold fixed."""
+    """Return the provenance of decoding figures, with the settings that all such benches share."""
     report = provenance(args, load, packages=("torch", "transformers"))
     fixed = {"temperature": 1.0, "gamma": GAMMA, "new_tokens": NEW_TOKENS, "turn_tokens": TURN_TOKENS}
     report["config"] = fixed | report["config"]

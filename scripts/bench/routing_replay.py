@@ -1,10 +1,10 @@
-"""How much closer is the trainer to the rollout when tokens go to the experts that the rollout chose?
+"""How much closer is the trainer to the rollout if tokens go to the experts that the rollout chose?
 
 The shipped MoE samples turns of the shipped tasks, from conversations of a careful demonstrator, with drafts.
-A trainer with the same weights then scores the same tokens with and without the recorded experts. The only
-difference is rounding: which arm computes in which type. Reported per seed: mean |p_rollout - p_trainer| over
-the sampled tokens, KL(rollout || trainer) by its k3 estimate, and the share of tokens (over layers) for which
-the trainer would have chosen other experts.
+A trainer with the same weights then scores the same tokens with and without the recorded experts. Rollout and
+trainer differ only in rounding; an arm is a pair of their data types. Reported per seed: mean |p_rollout -
+p_trainer| over the sampled tokens, KL(rollout || trainer) by its k3 estimate, and the share of tokens (over
+layers) for which the trainer would have chosen other experts.
 
     python scripts/bench/routing_replay.py --json OUT [--seeds 5] [--instances 24] [--model PATH]
 """
@@ -48,7 +48,7 @@ ARMS = {  # type of the rollout, precision of the trainer
 
 
 def prompts(model: Path, seed: int, instances: int) -> list[list[int]]:
-    """Token ids of conversations up to each turn of a careful demonstrator."""
+    """Return the token ids of conversations up to each turn of a careful demonstrator."""
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(model)
     lines = shipped("data/swe/train.jsonl").read_text().splitlines()
     found = []
@@ -61,7 +61,7 @@ def prompts(model: Path, seed: int, instances: int) -> list[list[int]]:
 
 
 def sample(model: Path, dtype: str, seed: int, opened: list[list[int]], stop: int) -> list[Trajectory]:
-    """One turn from each prompt, with the experts that read every token."""
+    """Sample one turn from each prompt, and record the experts of every token."""
     config = RolloutConfig(device="cpu", dtype=dtype, replay_routes=True)
     engine = EmbeddedEngine(config, SpecConfig(), model)
     sampling = {"max_new_tokens": 48, "stop_token_ids": (stop,), "routes": True}
@@ -91,7 +91,7 @@ def sample(model: Path, dtype: str, seed: int, opened: list[list[int]], stop: in
 
 
 def differences(trainer: MegatronTrainer, trajectories: list[Trajectory], replay: bool) -> dict[str, float]:
-    """Figures of one scoring of the trajectories."""
+    """Score the trajectories once, and return the figures."""
     batch = pack(trajectories, None, 4096, routes=replay)
     rows = zip(trainer.logprobs(batch), trajectories, strict=True)
     pairs = [(line[i], t.rollout_logprobs[i]) for line, t in rows for i in np.flatnonzero(t.loss_mask)]
@@ -107,7 +107,7 @@ def differences(trainer: MegatronTrainer, trajectories: list[Trajectory], replay
 
 
 def flipped(trainer: MegatronTrainer, batch: PackedBatch) -> float:
-    """`routes/flipped` of a batch."""
+    """Return `routes/flipped` of a batch."""
     passes, parts = trainer._passes, []
 
     def count(index: int, micro: Any, found: Any) -> Any:

@@ -1,10 +1,10 @@
 """How much memory can a command take from a machine, whatever it tries, compared with its sandbox's limit?
 
 Each attack is one command that takes all the memory it can in one way. It runs in the sandbox twice: limited
-by control groups ("with") and only by the watch ("without"). In both arms a separate process runs it inside a
-further group, whose limit is far above the sandbox's; the kernel's peak of that group, beyond what it held
-before, is the figure. Also reported is the time of a command that does nothing, in both arms. Needs a memory
-controller (`scripts/doctor` shows whether there is one).
+by control groups ("with") and only by the watch ("without"). In both arms a separate process runs it inside
+another group with a limit far above the sandbox's. The figure is the peak memory of that group as recorded by
+the operating system, minus its memory before. Also reported is the time of a command that does nothing, in
+both arms. Needs a memory controller (`scripts/doctor` shows whether there is one).
 
     python scripts/bench/sandbox_memory.py --json OUT
 """
@@ -155,7 +155,7 @@ everywhere(lambda: until_refused(lambda: threading.Thread(target=body, daemon=Tr
 
 
 def play(arm: str, attack: str) -> dict[str, float | str | None]:
-    """One attack in this process, which is in the measuring group: its peak, and how it ended."""
+    """Run an attack in this process, which is in the measuring group; return its peak and how it ended."""
     if arm == "without":
         cgroup.controllers = dict
     runner = make_tree_runner(SandboxConfig(memo=False, memory_mb=LIMIT_MB, timeout_s=8.0, cpu_s=8))
@@ -176,13 +176,13 @@ def play(arm: str, attack: str) -> dict[str, float | str | None]:
 
 
 def _memory_file(new: str, old: str) -> Path:
-    """A file of the memory group that this process is in."""
+    """Return a file of this process's memory group, by its name in version 2 or version 1."""
     group = cgroup.parents()["memory"]
     return group / (new if cgroup.is_version_2(group) else old)
 
 
 def measured(arm: str, attack: str) -> dict[str, float | str | None]:
-    """`play` in a process of its own, inside a group that only counts."""
+    """Run `play` in a separate process, inside a group that only measures."""
     parents = {"memory": cgroup.controllers()["memory"]}
     group = cgroup.Group(f"rlpipe-bench-{os.getpid()}", parents, memory=ROOM, processes=10**5, cores=64.0)
     try:

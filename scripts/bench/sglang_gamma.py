@@ -2,17 +2,17 @@
 
 Gamma 0 to 3 and adaptive gamma (0 to 3) take turns on one CPU server, by rejection, so that no two processes
 are compared; `forced_gamma.py` sets the arm of the server. The load is recorded and has long tails. Prompts
-are held-out SWE instances, which the draft was trained for, and reasoning tasks, which it was not. Answer
-lengths are sampled once (log-normal, seeded, part of the result) and exact, so every arm makes the same
-tokens. At most `batch` requests run at once of --queued times as many, so the batch empties towards the end.
-Cells of the two kinds of prompts alternate. The adaptive arm runs --learning times in each cell before it is
-measured there, and at the largest batch before everything else, so that no batch size is new. A fixed gamma
-that was slower than FAR of the best in its first run of a cell is not run there again; the others repeat
-until a cell has taken --seconds. Goals: at least .95 of the best fixed gamma in each cell (median over
-repeats of the ratio within a repeat, with its interval), and faster than each fixed gamma over the whole
-load.
+are held-out SWE instances, for which the draft was trained, and reasoning tasks, for which it was not. Answer
+lengths are sampled once (log-normal, seeded, part of the result) and are exact, so every arm generates
+equally many tokens. There are `batch` times --queued requests, of which at most `batch` run at once, so the
+batch empties at the end. Cells of the two kinds of prompts alternate. The adaptive arm runs --learning times
+in each cell before it is measured there, and at the largest batch before everything else, so that no batch
+size is new. A fixed gamma whose speed was below FAR times the best in its first run of a cell is not run
+there again; the others repeat until a cell has taken --seconds. The goals for adaptive gamma: at least .95 of
+the speed of the best fixed gamma in each cell (median over repeats of the ratio within a repeat, with its
+interval), and faster than each fixed gamma over the full load.
 
-With the shipped model a step costs the same however many tokens it drafts, so the deepest drafts always pay.
+With the shipped model a step costs the same for any number of drafts, so the deepest drafts always pay.
 --grow gives the model the costs of a larger one (scripts/grow_checkpoint) without changing its outputs or
 its acceptance.
 
@@ -73,7 +73,7 @@ class Bench:
         self.engine = SglangEngine(config, SpecConfig(gamma=GAMMA, adaptive=True), model, log_dir=folder)
 
     def run(self, arm: str, load: Load, batch: int) -> tuple[float, SpecCounts]:
-        """Seconds that the load takes, and counts of drafts."""
+        """Run the load; return its seconds and the counts of drafts."""
         with self._order.open("r+") as file:  # in place: the server has it open
             file.write(ARMS[arm])
         started = time.perf_counter()
@@ -96,7 +96,7 @@ class Bench:
 
 
 def loads(args: argparse.Namespace) -> dict[tuple[str, int], Load]:
-    """By domain and batch: the same requests in every run."""
+    """Return the requests by domain and batch, the same in every run."""
     model = args.model
     domains = dict(zip(DOMAINS, (swe_workloads(model)["fixed"], reasoning(model)), strict=True))
     found = {}
@@ -112,7 +112,7 @@ def loads(args: argparse.Namespace) -> dict[tuple[str, int], Load]:
 
 
 def grown(model: Path, sizes: str, target: Path) -> Path:
-    """Write a checkpoint with the outputs of `model` at the cost of a larger one, in float32."""
+    """Write a float32 checkpoint that has the outputs of `model` and the cost of a larger model."""
     script = [sys.executable, ROOT / "scripts" / "grow_checkpoint", model, target, *sizes.split()]
     subprocess.run([*script, "--dtype", "float32"], check=True)
     return target
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def write(args: argparse.Namespace, load: MachineLoad, results: dict[str, Any]) -> None:
-    """The JSON of the cells so far. load: the machine's before the run."""
+    """Write the JSON of the cells measured so far. load: the machine's load before the run."""
     spent = {arm: sum(cell["arms"][arm]["seconds"] for cell in results.values()) for arm in ARMS}
     whole = {arm: round(took / spent["adaptive"], 3) for arm, took in spent.items() if arm != "adaptive"}
     print("adaptive / fixed over the load so far:", whole, flush=True)

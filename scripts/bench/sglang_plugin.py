@@ -3,11 +3,11 @@
     python scripts/bench/sglang_plugin.py --json OUT [--model DIR] [--batches 1 8 32 64] [--device cuda]
 
 Two servers with the same settings, one of them without the plugin, get the same requests in turns, in an
-order that changes with each repeat. Four batches are queued, of which one runs; only the tokens of the time
-in which the batch is full count. Each prompt has 16 tokens after a prefix of --context tokens that all share,
-as siblings do. CPU time is the seconds per 1,000 tokens of the server's processes, over the whole wave. With
---py-spy PROGRAM (pip install py-spy, anywhere) the scheduler is sampled, and its CPU time is also reported by
-part.
+order that changes with each repeat. Four batches of requests are queued, of which one batch runs at a time;
+only tokens generated while the batch is full count. Each prompt has 16 tokens after a prefix of --context
+tokens that all share, as siblings do. CPU time is the seconds per 1,000 tokens of the server's processes,
+over all requests. With --py-spy PROGRAM (pip install py-spy, anywhere) the scheduler is sampled, and its CPU
+time is also reported by part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PARTS = {  # a stack belongs to the first part that lists one of its functions; 
 
 
 def spent(engine: SglangEngine) -> Counter[str]:
-    """CPU seconds so far of the server's processes, by name."""
+    """Return the CPU seconds so far of the server's processes, by name."""
     used: Counter[str] = Counter()
     for process in psutil.Process(engine.server.pid).children(recursive=True):
         times = process.cpu_times()
@@ -57,7 +57,7 @@ def spent(engine: SglangEngine) -> Counter[str]:
 
 
 def sampled_parts(file: Path) -> Counter[str]:
-    """Samples of a scheduler by part, from py-spy's raw format: frames joined by semicolons, and a count."""
+    """Count a scheduler's samples by part, from py-spy's raw lines: frames joined by semicolons, a count."""
     parts: Counter[str] = Counter()
     for line in file.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
@@ -86,7 +86,7 @@ def sampling(engine: SglangEngine, program: str, file: Path) -> Iterator[None]:
 
 
 async def wave(engine: SglangEngine, batch: int, context: int, tokens: int, name: str) -> float:
-    """Tokens per second in the middle of one wave."""
+    """Run one wave of requests; return the tokens per second in its middle."""
     rng = np.random.default_rng(0)
     spans: list[Span] = []
     slots = asyncio.Semaphore(batch)
@@ -107,7 +107,7 @@ async def wave(engine: SglangEngine, batch: int, context: int, tokens: int, name
 
 @contextmanager
 def servers(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, SglangEngine]]:
-    """Both arms' servers, warm."""
+    """Start both arms' servers and warm them up."""
     engines: dict[str, SglangEngine] = {}
     try:
         for arm, plugin in ARMS.items():
@@ -132,7 +132,7 @@ def servers(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, Sglan
 def measured(
     given: argparse.Namespace, engines: dict[str, SglangEngine], batch: int, folder: Path
 ) -> dict[str, dict[str, object]]:
-    """Speeds and CPU seconds of both arms at one batch."""
+    """Measure speeds and CPU seconds of both arms at one batch size."""
     speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     used: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
     parts: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
@@ -161,7 +161,7 @@ def measured(
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run all batch sizes and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--device", default="cpu")

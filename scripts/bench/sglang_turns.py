@@ -3,14 +3,16 @@
     python scripts/bench/sglang_turns.py --json OUT [--before 86ed5e3] [--python P] [--python-before P]
 
 Each revision has its own process, engine and CPU server, with the shipped model and rejection; the two take
-turns. **turns**: 64 trajectories at once, in groups of eight, run conversations about held-out SWE instances:
-about ten tokens a turn, five turns, then the next group. The conversations are a demonstrator's, so that both
-revisions see the same past. Reported are the tokens of turns that end after the first quarter of a run of the
-load and before its end, and the CPU time by process. **answers**: only the worker's CPU time, for answers of
-200 and 2,000 tokens, with and without the 20 likeliest tokens. Here a process that sends SGLang's answers
-replaces the server, with rlpipe's plugin (packed numbers) and, at the earlier commit, without it (lists).
+turns. **turns**: 64 trajectories at once, in groups of eight, run conversations about held-out SWE instances.
+A conversation has five turns of about ten tokens; then the next group follows. The conversations are a
+demonstrator's, so that both revisions see the same past. Reported are the tokens of turns that end after the
+first quarter of a run of the load and before its end, and the CPU time by process. **answers**: only the
+worker's CPU time is measured, for answers of 200 and 2,000 tokens, with and without the 20 likeliest tokens.
+Here a process that sends SGLang's answers replaces the server. It sends them as with rlpipe's plugin (packed
+numbers) and, at the earlier commit, also as without it (lists).
 
-Goals: 1.3 times the tokens/s of the earlier commit; a third of the worker's time without the plugin.
+The goals are 1.3 times the tokens/s of the earlier commit, and a third of the worker's time without the
+plugin.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ ANSWERED = 40_000  # tokens per cell and repeat; a fifth of them with likeliest 
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Streams answers of as many tokens as are asked for."""
+    """A request handler that streams answers with the requested number of tokens."""
 
     protocol_version = "HTTP/1.1"
     packed = True
@@ -124,7 +126,7 @@ def serve(port: int, packed: bool) -> None:
 
 
 def started(kind: str, folder: str, live: int) -> Any:
-    """An engine in front of a server, or of its replacement."""
+    """Start an engine in front of a server, or in front of its replacement."""
     from rlpipe.config.rollout import RolloutConfig
     from rlpipe.config.spec import SpecConfig
     from rlpipe.rollout.sglang import arguments, engine
@@ -150,7 +152,7 @@ def started(kind: str, folder: str, live: int) -> Any:
 
 
 def spent(engine: Any) -> Counter[str]:
-    """CPU seconds so far of this process and the server's, by name."""
+    """Return the CPU seconds so far of this process and of the server's processes, by name."""
     import psutil
 
     used: Counter[str] = Counter()
@@ -207,7 +209,7 @@ async def answers(engine: Any, tokens: int, top: int, live: int, name: str) -> i
 
 
 def play(kind: str, live: int) -> None:
-    """Do what each line of standard input asks for and print what was measured."""
+    """Do what each line of standard input requests, and print the measurements."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -239,7 +241,7 @@ def play(kind: str, live: int) -> None:
 
 
 class Worker:
-    """A process of one revision."""
+    """A process that runs one revision."""
 
     def __init__(self, tree: Path, kind: str, live: int, python: str, errors: Path) -> None:
         env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -256,11 +258,11 @@ class Worker:
         )
 
     def ready(self) -> None:
-        """Wait for its server."""
+        """Wait until the process's server is ready."""
         self._line()
 
     def ask(self, **asked: Any) -> dict[str, Any]:
-        """Return the worker's measurements."""
+        """Send a request to the process and return its measurements."""
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return json.loads(self._line())
@@ -278,7 +280,7 @@ class Worker:
 
 
 def work(model: Path) -> dict[str, Any]:
-    """Conversations and the tokens that end a turn."""
+    """Return conversations, and the tokens that end a turn."""
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
     from rollout_speed import swe_workloads
 
@@ -287,7 +289,7 @@ def work(model: Path) -> dict[str, Any]:
 
 
 def in_turns(workers: dict[str, Worker], repeats: int, **asked: Any) -> dict[str, list[dict[str, Any]]]:
-    """Each worker's measurements; the order changes with each repeat."""
+    """Return each worker's measurements; the order of the workers changes with each repeat."""
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in workers}
     for repeat in range(repeats):
         for arm in list(workers)[:: 1 if repeat % 2 else -1]:
@@ -296,12 +298,12 @@ def in_turns(workers: dict[str, Worker], repeats: int, **asked: Any) -> dict[str
 
 
 def median_ratio(rows: list[float], others: list[float]) -> float:
-    """Median over repeats of the ratio within a repeat."""
+    """Return the median over repeats of the ratio within a repeat."""
     return round(statistics.median(a / b for a, b in zip(rows, others, strict=True)), 3)
 
 
 def compared(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both parts."""
+    """Measure both parts, **turns** and **answers**."""
     tree = folder / "before"
     tree.mkdir()
     archive = subprocess.Popen(["git", "archive", given.before], cwd=ROOT, stdout=subprocess.PIPE)
@@ -365,7 +367,7 @@ def compared(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Measure, write one JSON, and return the exit status."""
     parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--before", default="86ed5e3", help="the earlier commit")
     parser.add_argument("--python", default="", help="SGLang's interpreter; empty: as a run finds it")

@@ -1,23 +1,23 @@
 """How long is a training step, asynchronous, synchronous, and with TRL's GRPOTrainer?
 
-Every arm trains the same model on the same work in the same bench: 8 prompts x 8 completions of exactly
+Every arm trains the same model on the same work: 8 prompts x 8 completions of exactly
 128 sampled tokens, one optimizer step. The rlpipe arms run the real command line (Ray, Megatron, the embedded
 engine) with max_staleness 1 and 0. TRL runs `GRPOTrainer` in its own process on the same conversations, with
 the same system prompt and chat template; the mean length of prompts is reported and must agree. In short_*
-the system prompt is one line: rlpipe computes a prompt that siblings share only once, so a long one would
-favour it. The first steps of each arm are warm-up, and the last steps of rlpipe's arms start no more
-rollouts; median, mean and spread of the others are reported.
+the system prompt is one line. rlpipe computes a shared prompt only once for all siblings, so a long prompt
+would favour rlpipe. The first steps of each arm are warm-up, and the last steps of rlpipe's arms start no
+more rollouts; median, mean and spread of the other steps are reported.
 
 Long tails (arms tail200_*, tail300_*, tail500_*): one turn in twenty decodes that many tokens beyond its 128.
-They are thrown away, so the trainer's work stays the same. A synchronous step waits for the last long turn.
-At staleness 2 other turns continue, but a long one must finish within two steps of its admission. `sync`
-gives each phase both cores, as if all devices changed roles; `apart` changes only the staleness (a core for
-each role). Prompts are short in these arms, because the answers of a reasoning model are longer than its
-prompts: attention to 280 tokens of prompt would be most of the rollout. In slow_* the environment takes 4 s
-longer for one episode in twenty. `trained` arms are full runs of the main job (swe_rl, one turn in fifty 200
-tokens longer) that also report the reward on held-out tasks before and after: the faster arm must not learn
-less. Utilisation is the share of the counted steps' time in which an engine generated, and in which the
-trainer trained.
+The additional tokens are thrown away, so the trainer's work stays the same. A synchronous step waits for the
+last long turn. At staleness 2 other turns continue, but a long turn must finish within two steps of its
+admission. In `sync` each phase uses both cores, as if all devices changed roles; `apart` differs from the
+asynchronous arm only in the staleness (each role has one core). Prompts are short in these arms, because the
+answers of a reasoning model are longer than its prompts; otherwise attention to 280 tokens of prompt would
+dominate the rollout. In slow_* the environment takes 4 s longer for one episode in twenty. `trained` arms are
+full runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that also report the reward on
+held-out tasks before and after: the faster arm must not learn less. Utilisation is the share of the counted
+steps' time in which an engine generated, and in which the trainer trained.
 
     python scripts/bench/step_time.py --json OUT [--steps 15] [--arms async sync async_none sync_none trl]
     python scripts/bench/step_time.py --json OUT --arms async_none trl short_none short_trl
@@ -99,7 +99,7 @@ TRL = ("trl", "short_trl")
 
 
 def run_ours(arm: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
-    """The records of a run of the real command line."""
+    """Run the real command line and return its records."""
     trained = arm.startswith("trained")
     sizes = [f"pipeline.prompts_per_step={PROMPTS}", f"pipeline.group_size={GROUP}"]
     with tempfile.TemporaryDirectory() as directory:
@@ -129,7 +129,7 @@ def run_ours(arm: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def run_trl(steps: int, short: bool) -> dict[str, Any]:
-    """Seconds of each GRPOTrainer step on the same model, batch and completion length, and prompt tokens."""
+    """Return seconds of each GRPOTrainer step, with equal model, batch and lengths, and prompt tokens."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, Qwen2ForCausalLM, TrainerCallback
@@ -221,7 +221,7 @@ def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
 
 
 def _summary(kept: list[float]) -> dict[str, Any]:
-    """Statistics of the seconds of the steps that count."""
+    """Return statistics of the seconds of the counted steps."""
     quartiles = statistics.quantiles(kept, n=4)
     return {
         "median_s": round(statistics.median(kept), 3),

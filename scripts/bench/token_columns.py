@@ -1,8 +1,8 @@
 """What does it cost to move token columns from the engine to the trainer, now and at an earlier revision?
 
-Each repeat of an arm is a separate process that imports one revision and takes trajectories along the path
-of a training step: the engine's table -> results of turns -> trajectories -> pickled groups, as an object
-store holds them -> metrics of the step -> packed micro-batches. No model runs; the values are random.
+Each repeat of an arm is a separate process that imports one revision and moves trajectories along the path
+of a training step: the engine's table -> results of turns -> trajectories -> groups pickled as for an object
+store -> metrics of the step -> packed micro-batches. No model runs; the values are random.
 
 `before`   the revision of --before, in a work tree
 `after`    this checkout
@@ -50,7 +50,7 @@ PACKERS = ("rlpipe.trainer.packing", "rlpipe.batching.packing")  # where `pack` 
 
 
 def engine_table(rows: int) -> Any:
-    """Return the table of an engine that keeps its rows, so that a result can be read from any of them."""
+    """Return the table of an engine that retains its rows, so that a result can be read from any row."""
     import torch
 
     from rlpipe.rollout.embedded.rows import RowTable
@@ -73,7 +73,7 @@ def engine_table(rows: int) -> Any:
 
 
 def play(count: int, scheduler: Any, table: Any, values: SimpleNamespace) -> list[Any]:
-    """Return groups of trajectories whose turns the engine answered from its table."""
+    """Return groups of trajectories; the engine answers their turns from its table."""
     from rlpipe.rollout.embedded.scheduler import Job
     from rlpipe.types import FinishReason, GenerateRequest, Group, Prompt, SamplingParams, Trajectory
 
@@ -136,13 +136,13 @@ def go_the_way(count: int, scheduler: Any, table: Any, values: SimpleNamespace) 
 
 
 def resident(field: str) -> int:
-    """Return a size of this process in bytes: VmRSS now, VmHWM at its peak."""
+    """Return the size of this process in bytes, now (VmRSS) or at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def measure_arm(count: int) -> dict[str, float]:
-    """Return the seconds and the bytes of one pass; the process has made a small pass before."""
+    """Return seconds and bytes of one pass, after a small warm-up pass."""
     import rlpipe.types
     from rlpipe.rollout.embedded.scheduler import Scheduler
 
@@ -169,7 +169,7 @@ def measure_arm(count: int) -> dict[str, float]:
 
 
 def run_arm(tree: Path, count: int) -> dict[str, float]:
-    """Measure a revision in a process of its own."""
+    """Measure a revision in a separate process."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--arm", "--trajectories", str(count)]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)

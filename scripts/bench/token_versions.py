@@ -9,7 +9,7 @@ version the server reports. A full batch decodes while the weights change again 
 SGLang overlaps scheduling with computing, a step is in flight at each update.
 
 `wrong`  tokens whose reported version is not the one that generated them
-`across`  requests during which the version changed, at least one is required
+`across`  requests during which the version changed; at least one is required
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def swapped(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights whose sampled tokens are KNOWN higher; the text is otherwise the same."""
+    """Return weights that sample the same text, with token ids that are higher by KNOWN."""
     changed = dict(weights)
     for name in TABLES:
         table = weights[name].clone()
@@ -50,7 +50,7 @@ def swapped(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def count(results: Sequence[GenerateResult]) -> dict[str, int]:
-    """Count the tokens, those that carry a wrong version (by parity), and the requests across an update."""
+    """Count tokens, tokens with a wrong version (by parity), and requests that span an update."""
     wrong = sum(int(((result.output_ids >= KNOWN) != (result.versions % 2 == 1)).sum()) for result in results)
     return {
         "tokens": sum(len(result.output_ids) for result in results),
@@ -88,7 +88,7 @@ async def decode_across_updates(
 
 
 def main() -> int:
-    """Returns the exit status: 1 where a token bears a wrong version, or no turn lasted across an update."""
+    """Return the exit status: 1 if a token has a wrong version, or if no turn lasted across an update."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--mode", default="rejection")

@@ -5,7 +5,7 @@
                 computed at once
 
 All arms run forward and backward on the same input, in their own processes. Attention is that of one layer,
-over a prefix as long as all its `siblings` together; each sibling has two branches (`--turns`), so that a
+over a prefix that is as long as all `siblings` together; each sibling has two branches (`--turns`), so that a
 context has several pieces. The head runs on every token. Memory is the peak of the process beyond what it
 held before, counted as resident anonymous pages. `saved_mb` is what autograd stores for the backward pass;
 for attention it bounds how many layers fit.
@@ -38,7 +38,7 @@ ARMS = {"attention": ("parts", "masked"), "head": ("chunks", "logits")}
 
 
 class Attention:
-    """The part of a layer that `attend_masked` needs."""
+    """A stand-in for a layer, with what `attend_masked` needs."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -46,14 +46,14 @@ class Attention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Torch's attention, as the trainer calls it for rows."""
+        """Compute torch's attention, as the trainer calls it for rows."""
         sdpa = torch.nn.functional.scaled_dot_product_attention
         causal, gqa = mask is None, q.shape[1] != k.shape[1]
         return sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa)
 
 
 def branches(tokens: int, siblings: int, turns: int) -> list[Branch]:
-    """A prefix of half the tokens; the other half is `siblings` answers, each cut into `turns` branches."""
+    """Make a prefix of half the tokens; the rest is `siblings` answers, each cut into `turns` branches."""
     prefix, length = tokens // 2, tokens // 2 // siblings // turns
     found = [Branch(length=prefix, context=[])]
     for _ in range(siblings):
@@ -65,7 +65,7 @@ def branches(tokens: int, siblings: int, turns: int) -> list[Branch]:
 
 
 def attention(arm: str, given: argparse.Namespace, tokens: int) -> Case:
-    """One layer's attention, with the leaves of its graph."""
+    """Return one layer's attention as a function, and the leaves of its graph."""
     found = branches(tokens, given.siblings, given.turns)
     count = sum(branch.length for branch in found)
     heads = (given.heads, given.groups, given.groups)
@@ -76,7 +76,7 @@ def attention(arm: str, given: argparse.Namespace, tokens: int) -> Case:
 
 
 def head(arm: str, given: argparse.Namespace, tokens: int) -> Case:
-    """Logprobs and entropy of every token, with the leaves of its graph."""
+    """Return a function that computes logprobs and entropy of every token, and the leaves of its graph."""
     states = torch.randn(tokens, given.hidden, requires_grad=True)
     weight = (0.02 * torch.randn(given.vocab, given.hidden)).requires_grad_()
     targets = torch.randint(0, given.vocab, (tokens,))
@@ -90,7 +90,7 @@ def head(arm: str, given: argparse.Namespace, tokens: int) -> Case:
 
 
 def measure(arm: str, given: argparse.Namespace, tokens: int) -> dict[str, float]:
-    """Time and memory of one arm, in this process."""
+    """Measure time and memory of one arm, in this process."""
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     forward, leaves = (attention if arm in ARMS["attention"] else head)(arm, given, tokens)
@@ -122,7 +122,7 @@ def measure(arm: str, given: argparse.Namespace, tokens: int) -> dict[str, float
 
 
 class Peak:
-    """The most anonymous memory of this process beyond what it had when the block began."""
+    """Measures the peak of this process's anonymous memory, minus its memory when the block began."""
 
     def __enter__(self) -> Peak:
         self._before, self.bytes, self._done = _anonymous(), 0, threading.Event()
@@ -145,7 +145,7 @@ def _anonymous() -> int:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Measure all arms and write one JSON; return the exit status."""
     parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--siblings", type=int, default=8)

@@ -1,8 +1,8 @@
 """One GRPO run of TRL on the tasks of smollm_rl, for `against_trl.py`. Runs in TRL's own environment.
 
-Imports TRL, transformers and, of this project, only the tasks, which need only the standard library. Held-out
-answers are sampled with transformers' `generate` at temperature 1 and scored as in training; a step's time
-excludes this.
+It imports TRL, transformers and, from this project, only the tasks, which need only the standard library.
+Held-out answers are sampled with transformers' `generate` at temperature 1 and scored as in training; a
+step's time excludes this.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def reward(completions: list[list[Message]], task: list[str], data: list[Data], 
 
 
 class Recorder(TrainerCallback):
-    """Times the steps, and measures the held-out reward before the first, every so many, and after the last.
+    """Times the steps, and measures the held-out reward before the first step, at intervals, and at the end.
 
-    steps: a record of each. held_out: records with the steps done and the training seconds until then.
+    steps: one record per step. held_out: one record per measurement, with steps and training seconds so far.
     """
 
     def __init__(self, settings: argparse.Namespace, tokenizer: Any) -> None:

@@ -12,11 +12,11 @@ from hidden states [N, H], head included:
 `fused`        rlpipe.drafts.loss.linear.linear_mtp_loss
 `eager_head`   two products, then `eager`
 
-A library that is not installed is reported as missing. Memory is the peak beyond the inputs: of the allocator
+A library that is not installed is reported as missing. Memory is the peak minus the inputs: of the allocator
 on a GPU, of the resident set on the CPU (VmHWM, reset after a warm-up run). The byte floor of `ours` counts
 what its kernels must move: 2 reads of both logits, 1 bit per token written and read, 1 read of the draft and
-1 write of its gradient. It is compared with the bandwidth of a copy measured in the same process. The eager
-losses of all arms are compared with ours.
+1 write of its gradient. It is converted to time by the bandwidth of a copy, measured in the same process. The
+losses of all arms are compared with that of `ours`.
 
     python scripts/bench/tv_loss.py --json OUT [--device cpu] [--rows N] [--vocab V] [--threads T]
 """
@@ -58,27 +58,27 @@ def eager(draft: Tensor, target: Tensor) -> Tensor:
 
 
 def ours(draft: Tensor, target: Tensor) -> Tensor:
-    """The library's loss, statistics included."""
+    """Compute rlpipe's loss, including statistics."""
     mask = torch.ones(len(draft), 1, dtype=torch.bool, device=draft.device)
     return mtp_loss("tv", draft[:, None], target[:, None], mask=mask)[0]
 
 
 def speculators(draft: Tensor, target: Tensor) -> Tensor:
-    """speculators' fused kernel."""
+    """Compute the loss by speculators' fused kernel."""
     from speculators.losses.fused import fused_tv_loss
 
     return fused_tv_loss(draft[None], target[None]).mean()
 
 
 def liger(draft: Tensor, target: Tensor) -> Tensor:
-    """Liger's kernel on probabilities."""
+    """Compute the loss by Liger's kernel on probabilities."""
     from liger_kernel.transformers.tvd import LigerTVDLoss
 
     return LigerTVDLoss()(draft.float().softmax(-1), target.float().softmax(-1))
 
 
 def fused(weight: Tensor) -> Loss:
-    """The library's head and loss in one. Row n of the target belongs to anchor n."""
+    """Return rlpipe's fused head and loss. Row n of the target belongs to anchor n."""
 
     def loss(draft: Tensor, target: Tensor) -> Tensor:
         mask = torch.ones(len(draft), 1, dtype=torch.bool, device=draft.device)
@@ -89,7 +89,7 @@ def fused(weight: Tensor) -> Loss:
 
 
 class LossArm:
-    """One loss and its gradient, in this process; each run is timed, and its peak memory noted."""
+    """One loss and its gradient, in this process; time and peak memory of each run are measured."""
 
     def __init__(self, arm: str, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ class LossArm:
         self._loss, self._device, self._memory = arms[arm], args.device, _Memory(args.device)
 
     def run(self, what: str) -> Any:
-        """Run once: seconds, bytes of the peak, and the loss; or the bandwidth of a copy of the input."""
+        """Run once; return seconds, peak bytes and the loss, or the bandwidth of a copy of the input."""
         if what == "copy":
             return _copy_bandwidth(self._draft.detach(), self._device)
         self._draft.grad = None
@@ -121,7 +121,7 @@ class LossArm:
 
 
 def summary(arm: str, runs: list[tuple[float, int, float]], copy_rate: float, args: Any) -> dict[str, Any]:
-    """One arm's row: times, peak memory, and for ours the share of the byte floor in its time."""
+    """Return one arm's row: times, peak memory, and for `ours` the byte floor's share of its time."""
     seconds, peaks, losses = zip(*runs, strict=True)
     row = {
         "ms": round(1e3 * statistics.median(seconds), 2),
@@ -139,7 +139,7 @@ def summary(arm: str, runs: list[tuple[float, int, float]], copy_rate: float, ar
 
 
 class _Memory:
-    """Peak memory beyond what is held when the object is created."""
+    """Measures peak memory, minus the memory in use when the object is created."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
@@ -170,7 +170,7 @@ def _now(device: str) -> float:
 
 
 def _copy_bandwidth(source: Tensor, device: str) -> float:
-    """Bytes read and written per second by a copy of the logits, the best of ten."""
+    """Return the bytes per second that a copy of the logits reads and writes, best of ten."""
     copy, best = torch.empty_like(source), float("inf")
     for _ in range(10):
         started = _now(device)
@@ -180,7 +180,7 @@ def _copy_bandwidth(source: Tensor, device: str) -> float:
 
 
 def _unavailable(arm: str, device: str) -> str:
-    """Return why an arm cannot run here; empty where it can."""
+    """Return why an arm cannot run here; empty if it can."""
     module = GPU_ONLY.get(arm)
     if module and device != "cuda":
         return "its kernel needs a GPU"
@@ -188,7 +188,7 @@ def _unavailable(arm: str, device: str) -> str:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Rows of all arms: each in a process of its own, taking turns."""
+    """Return the rows of all arms, which run in separate processes and take turns."""
     rows: dict[str, dict[str, Any]] = {}
     running: dict[str, ArmProcess] = {}
     for arm in args.arms:

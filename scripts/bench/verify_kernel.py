@@ -10,8 +10,8 @@ disturbance affects all of them. Reported per arm: the median time of a call ove
 `plain torch`  the textbook: residuals of all gamma rows, normalised, one multinomial draw each (chain only)
 `python loop`  row by row and depth by depth, with torch inside a row (chain on the CPU only)
 
-Kernels allocate their outputs inside the timed call, as their callers do. On a GPU a time is that of calls
-queued back to back; `graph` is the same from a CUDA graph, where launching costs nothing. Arms that cannot
+Kernels allocate their outputs inside the timed call, as in real use. On a GPU, times are those of calls
+queued back to back; `graph` is the same from a CUDA graph, in which launching costs nothing. Arms that cannot
 run are named under `skipped` with the reason. Before timing, every arm's num_accepted is compared with the
 reference's; `agreement` is the share of equal rows (SGLang's uniforms are float32).
 
@@ -62,7 +62,7 @@ Arm = Callable[[], torch.Tensor]  # verifies the whole batch, returns num_accept
 
 
 def inputs(batch: int, gamma: int, vocab: int, device: str) -> Arguments:
-    """Arguments of a rule: peaked target rows and drafts that resemble them; 8 different rows, repeated.
+    """Make arguments of a rule: peaked target rows and drafts that resemble them; 8 different rows, repeated.
 
     The repeats are copies, so that as much memory is read as in real use.
     """
@@ -94,7 +94,7 @@ def plain_torch(tokens, draft, target, coins, uniforms) -> torch.Tensor:
 
 
 def python_loop(tokens, draft, target, coins, uniforms) -> torch.Tensor:
-    """Row by row: stop at the first rejection, correct and sample from that row only."""
+    """Verify row by row: stop at the first rejection, correct that row and sample from it only."""
     counts, emitted = [], []
     for b in range(len(tokens)):
         weights, accepted = target[b, -1], tokens.shape[1]
@@ -141,7 +141,7 @@ def sglang_arm(module: ModuleType, block: bool, tokens, draft, target, coins, un
 
 
 def load_sglang(wheel: Path, folder: Path) -> ModuleType:
-    """The one source file of the wheel, as a module."""
+    """Load the kernel's source file from the wheel as a module."""
     with zipfile.ZipFile(wheel) as archive:
         (folder / "reject_sampling.py").write_bytes(archive.read(SGLANG_SOURCE))
     spec = importlib.util.spec_from_file_location("reject_sampling", folder / "reject_sampling.py")
@@ -151,7 +151,7 @@ def load_sglang(wheel: Path, folder: Path) -> ModuleType:
 
 
 def skipped_arms(device: str, sglang: ModuleType | None) -> dict[str, str]:
-    """Arms that cannot run here, and why."""
+    """Return the arms that cannot run here, with the reasons."""
     skipped = {}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device == "cpu" and not interpreted:
@@ -164,7 +164,7 @@ def skipped_arms(device: str, sglang: ModuleType | None) -> dict[str, str]:
 
 
 def make_arms(rule: str, arguments: Arguments, sglang: ModuleType | None, skipped: dict) -> dict[str, Arm]:
-    """All arms of a rule that can run."""
+    """Make all arms of a rule that can run."""
     verifier = RULES[rule]
     arms: dict[str, Arm] = {"torch": lambda: verifier(*arguments).num_accepted}
     if rule == "chain":
@@ -177,7 +177,7 @@ def make_arms(rule: str, arguments: Arguments, sglang: ModuleType | None, skippe
 
 
 def graphed(arm: Arm) -> Arm:
-    """Return the same work from a CUDA graph; call it only after the arm has run once."""
+    """Return an arm that does the same work from a CUDA graph; the given arm must have run once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         counts = arm()
@@ -224,7 +224,7 @@ def measure(
 def bench(
     rule: str, batch: int, gamma: int, vocab: int, args: Any, sglang: ModuleType | None, skipped: dict
 ) -> dict:
-    """One size: times of all arms, and the ratio of each to ours."""
+    """Measure one size; return the times of all arms, and the ratio of each to rlpipe's kernel."""
     arguments = inputs(batch, gamma, vocab, args.device)
     arms = make_arms(rule, arguments, sglang, skipped)
     if args.device != "cpu":

@@ -6,16 +6,17 @@ in every way, which take turns repeat by repeat. Between them the floor is measu
     memcpy   one thread copies them once      hashlib  one thread hashes them once (SHA-256)
     fresh    one thread copies them into newly allocated memory, page by page, as every update once did
 
-Seconds are of one update until the server serves the new weights, pausing and canary included. Parts overlap,
-so their sum exceeds the total:
+Seconds are the time of one update until the server serves the new weights, including pause and canary. Parts
+overlap, so their sum exceeds the total:
 
     hand over  write into shared memory, or broadcast; for ipc, until the server has taken the weights
     load       the server's load request
     our hash, server hash  both sides of the canary
     pause      until the server continues
-    export     trainer side, not part of an update: weights into one bucket; ipc does without it
+    export     trainer side, not part of an update: weights into one bucket; not needed for ipc
 
-Memory is what our process and the server's add to what they held before, in a separate, untimed update.
+Memory is what rlpipe's process and the server's processes use in addition during an update, which is not
+timed.
 
     python scripts/bench/weight_path.py --json OUT [--size 1.5B] [--repeats 5] [--ways shared] [--device cuda]
 """
@@ -70,7 +71,7 @@ SIZES = {
 
 
 class Profile:
-    """Seconds of an update by part, and its peak of memory. Wraps the methods that do the parts."""
+    """Measures an update's seconds by part, and its peak memory, by wrapping the methods of the parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -86,7 +87,7 @@ class Profile:
             self.seconds[name] += time.perf_counter() - started
 
     def timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return the function, with the time of its calls added to a part."""
+        """Wrap the function so that the time of its calls is added to a part."""
 
         def wrapped(*args: Any, **options: Any) -> Any:
             with self.part(name):
@@ -124,7 +125,7 @@ class Profile:
 
 
 def in_memory(engine: SglangEngine) -> int:
-    """Bytes in memory that no file backs: of our process with what it shares, and of the server's."""
+    """Return bytes in memory without a file: of this process with shared memory, and of the server's."""
 
     def of(pid: int, *kinds: str) -> int:
         with contextlib.suppress(OSError):
@@ -137,7 +138,7 @@ def in_memory(engine: SglangEngine) -> int:
 
 
 def peak(engine: SglangEngine, work: Callable[[], None]) -> int:
-    """Return the peak bytes that `work` adds to what was held before."""
+    """Return the peak bytes that `work` uses in addition."""
     before, most, over = in_memory(engine), [0], threading.Event()
 
     def watch() -> None:
@@ -155,7 +156,7 @@ def peak(engine: SglangEngine, work: Callable[[], None]) -> int:
 
 
 def floors(weights: Mapping[str, torch.Tensor], copy: torch.Tensor) -> dict[str, float]:
-    """Seconds of one thread for one copy of the weights, into warm memory, and for one hash."""
+    """Return the seconds of one thread for one copy of the weights into warm memory, and for one hash."""
     flat = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -178,7 +179,7 @@ def floors(weights: Mapping[str, torch.Tensor], copy: torch.Tensor) -> dict[str,
 
 
 def grown(size: str, folder: Path) -> Path:
-    """The shipped model at this size."""
+    """Return the shipped model, grown to this size."""
     path = ROOT / "scripts" / "grow_checkpoint"
     loader = importlib.machinery.SourceFileLoader("grow_checkpoint", str(path))
     script = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
@@ -197,7 +198,7 @@ def measure(
     ways: Sequence[str] = WAYS,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Return seconds and parts of the updates of every way, the memory that one adds, and the floors."""
+    """Return, for every way, seconds and parts of its updates and its additional memory; also the floors."""
     profile = Profile()
     profile.install(engine)
     largest = max(sum(t.nbytes for _, t in piece) for piece in buckets(weights, config.sglang.bucket_mb))

@@ -5,11 +5,11 @@ changes a share of the elements of every tensor (`--share`; `delta_bytes.py` mea
 are three ways to send an update, which take turns:
 
     check in the pause  full weights; the server decodes again only when its fingerprints are checked
-    full                full weights; it decodes while it hashes
-    delta               only the elements that differ, found and written before the pause
+    full                full weights; the server decodes while it computes fingerprints
+    delta               only the elements that differ; they are determined and written before the pause
 
-`share` in the result is the pause over the seconds of the update. An update begins when the worker has the
-weights and ends when the server's fingerprints are checked.
+`share` in the result is the pause divided by the seconds of the update. An update begins when the worker has
+the weights and ends when the server's fingerprints are checked.
 
     python scripts/bench/weight_pause.py --json OUT [--size 0.9B] [--repeats 5] [--share 0.0173]
 """
@@ -72,7 +72,7 @@ class UpdateClock:
 
 
 def changed(weights: Mapping[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
-    """Copies of weights; `share` of the elements of each tensor have a flipped lowest bit."""
+    """Return copies of weights in which `share` of each tensor's elements have a flipped lowest bit."""
     draw, found = torch.Generator().manual_seed(seed), {}
     for name, tensor in weights.items():
         copy = tensor.clone()
@@ -84,7 +84,7 @@ def changed(weights: Mapping[str, torch.Tensor], share: float, seed: int) -> dic
 
 @contextlib.contextmanager
 def ordered(engine: SglangEngine, way: str) -> Iterator[None]:
-    """Send updates in one of the ways."""
+    """Make the engine send updates in one of the ways."""
     engine._updates._deltas = way == "delta"
     continues = Updates._continue
 
@@ -100,13 +100,13 @@ def ordered(engine: SglangEngine, way: str) -> Iterator[None]:
 
 
 def resident(engine: SglangEngine) -> int:
-    """Bytes that this process and the server's hold."""
+    """Return the resident bytes of this process and of the server's processes."""
     processes = [psutil.Process(), *psutil.Process(engine.server.pid).children(recursive=True)]
     return sum(process.memory_full_info().uss for process in processes)
 
 
 def measure(engine: SglangEngine, weights: dict[str, torch.Tensor], repeats: int, share: float) -> dict:
-    """Seconds, pause and bytes of the updates of every way, the first of each not counted."""
+    """Return seconds, pause and bytes of the updates of every way; each way's first update is not counted."""
     clock, size = UpdateClock(engine), sum(tensor.nbytes for tensor in weights.values())
     found: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in WAYS}
     version, most = 1, 0

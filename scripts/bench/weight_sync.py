@@ -1,11 +1,13 @@
 """How long does it take to bring new weights to SGLang servers, and how many bytes does the transport carry?
 
-Real servers of the shipped model; the ways take turns, so that other load on the machine affects all alike:
+The servers are real and serve the shipped model. The ways take turns, so that other load on the machine
+affects all of them equally:
 
     shared, collective, disk  each rollout worker sends to its own server, all at once
     trainer                   the trainer's sender broadcasts to all in one group (weight_transfer=collective)
 
-Seconds are of one update until the last server serves the new weights, with pausing, canary and checksums.
+Seconds are the time of one update until the last server serves the new weights, including pause, canary and
+checksums.
 
     python scripts/bench/weight_sync.py --json OUT [--servers 2] [--repeats 5]
 """
@@ -85,7 +87,7 @@ class Servers:
 
 
 def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: int) -> dict[str, list[float]]:
-    """Measure the seconds of an update by way. The second of two counts, as the first makes the group."""
+    """Measure the seconds of an update by way. Only the second of two counts: the first makes the group."""
     seconds: dict[str, list[float]] = {way: [] for way in (*ALONE, "trainer")}
     version = 0
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Griffe extension of the documentation site: docstrings are plain text, and are shown as they are."""
+"""Griffe extension of the documentation site, which shows docstrings as plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CODE = re.compile(r"(`+[^`]*`+)")
 
 
 class PlainDocstrings(griffe.Extension):
-    """Doctests become code blocks, tables and diagrams stay as drawn, and tags and brackets stay text."""
+    """Turns doctests into code blocks; tables and diagrams keep their layout, tags and brackets stay text."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite one docstring."""
@@ -20,7 +20,7 @@ class PlainDocstrings(griffe.Extension):
 
 
 def readable(text: str) -> str:
-    """Markdown that shows a docstring.
+    """Return Markdown that shows a docstring.
 
     >>> print(readable("Adds <one>.\\n\\n>>> add(1)\\n2"))
     Adds &lt;one>.

@@ -1,8 +1,8 @@
-"""The rows of scripts/gpu_check: what runs, at which size, what is read from it, and the goal of each figure.
+"""The rows of scripts/gpu_check: what runs at which size, which figures are read, and their goals.
 
-A row is one process that writes one JSON file. The first rows, those not marked `later`, fit nine minutes of
-one H100 by their `seconds`, growing models included. Those are estimates from the only runs of such a card (a
-server started in 45 to 60 s), to be replaced by what the next run takes.
+A row is one process that writes one JSON file. The rows that are not marked `later` come first; by their
+`seconds` they fit nine minutes of one H100, growing models included. The seconds are estimates from the only
+runs on such a GPU (a server started in 45 to 60 s), to be replaced by the times of the next run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PYTEST = "{python} -m pytest -q -p no:cacheprovider"
 class Figure:
     """One number of a row.
 
-    read: takes it from the row's report; if the row failed before, it raises KeyError and the like.
+    read: extracts the number from the row's report; raises KeyError and the like if the row failed before it.
     at_most, at_least: the goal; a figure with neither is only reported.
     """
 
@@ -41,13 +41,13 @@ class Figure:
 
     @property
     def goal(self) -> str:
-        """The goal as text; empty without one."""
+        """Return the goal as text; empty without a goal."""
         if self.at_most is not None:
             return f"<= {self.at_most:g} {self.unit}".strip()
         return f">= {self.at_least:g} {self.unit}".strip() if self.at_least is not None else ""
 
     def holds(self, value: float) -> bool | None:
-        """Return whether the goal holds; None without one."""
+        """Return whether the goal is met; None without a goal."""
         if self.at_most is not None:
             return value <= self.at_most
         return value >= self.at_least if self.at_least is not None else None
@@ -59,10 +59,10 @@ class Row:
 
     command: what runs. {out} is the file that it writes; {0.1B}, {1.5B} and {7.8B} are the shipped model,
         grown to these sizes.
-    small: the same at a small size on a CPU; empty where there is no such thing.
-    seconds: what it takes on one H100.
-    needs: what it needs in addition to a GPU. small_needs: what the small run needs.
-    later: not among the first nine minutes.
+    small: the command of the same at a small size on a CPU; empty if there is none.
+    seconds: time on one H100.
+    needs: requirements in addition to a GPU. small_needs: requirements of the small run.
+    later: whether the row is not among those of the first nine minutes.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Row:
 
 
 def at(*keys: str | int) -> Callable[[Report], float]:
-    """Return a reader of the number under these keys of a report."""
+    """Return a function that reads the number under these keys from a report."""
 
     def read(report: Report) -> float:
         for key in keys:
@@ -87,7 +87,7 @@ def at(*keys: str | int) -> Callable[[Report], float]:
 
 
 def kernel_tests() -> Row:
-    """Kernels against their definitions, compiled; `-x`, as a misaligned access poisons the process."""
+    """Return the row of tests of compiled kernels; `-x`: a misaligned access makes a process unusable."""
     files = " ".join(
         f"tests/gpu/test_{name}_gpu.py"
         for name in ("verify_kernels", "mtp_kernels", "server_kernels", "fingerprint", "attention")
@@ -101,7 +101,7 @@ def kernel_tests() -> Row:
 
 
 def kernel_speeds() -> list[Row]:
-    """The kernels that every step runs."""
+    """Return rows that time the kernels that every step runs."""
     loss = f"{BENCH}tv_loss.py --json {{out}} --arms ours fused"
     verify = f"{BENCH}verify_kernel.py --json {{out}} --rules chain --gammas 3"
     return [
@@ -147,7 +147,7 @@ def kernel_speeds() -> list[Row]:
 
 
 def update(size: str, way: str, *, whole: float, paused: float, seconds: int, later: bool = False) -> Row:
-    """A weight update into a server on the same GPU, by part. `shared` sends what changed: one tensor."""
+    """Return the row of a weight update to a server on the same GPU. `shared` sends only a changed tensor."""
     bench = f"{BENCH}weight_path.py --json {{out}} --ways {way}"
     parts = ("hand over", "load", "our hash", "server hash")
     return Row(
@@ -169,7 +169,7 @@ def update(size: str, way: str, *, whole: float, paused: float, seconds: int, la
 
 
 def loop() -> Row:
-    """The whole loop on one GPU with drafts and without, its log-probabilities and its verification."""
+    """Return the row of the full loop on one GPU, with and without drafts: times, logprobs, verification."""
     bench = f"{BENCH}loop_modes.py --json {{out}} --modes rejection none --steps 2"
     small = "cluster=inline pipeline.prompts_per_step=2 pipeline.group_size=2 injection.long_turn_tokens=4"
     drafts = "modes", "rejection"
@@ -202,7 +202,7 @@ def loop() -> Row:
 def decoding(
     size: str, modes: tuple[str, ...], figures: tuple[Figure, ...], seconds: int, **options: Any
 ) -> Row:
-    """A server's speed in each mode; options: `extra` arguments, those of Row."""
+    """Return the row of a server's speed in each mode; options: `extra` arguments, and fields of Row."""
     bench = f"{BENCH}decoding_modes.py --json {{out}} --modes {' '.join(f'{mode!r}' for mode in modes)}"
     extra = options.pop("extra", "--batches 1 64 --repeats 1")
     return Row(
@@ -217,7 +217,7 @@ def decoding(
 
 
 def speeds(mode: str, batches: tuple[int, ...], goals: dict[int, float] | None = None) -> tuple[Figure, ...]:
-    """Tokens a second of one mode by batch; goals: lower bounds."""
+    """Return figures for tokens a second of one mode, by batch; goals: lower bounds."""
     return tuple(
         Figure(
             name=f"{mode}, batch {batch}",
@@ -230,14 +230,14 @@ def speeds(mode: str, batches: tuple[int, ...], goals: dict[int, float] | None =
 
 
 def faster(pair: str, batch: int, goal: float) -> Figure:
-    """How many times as fast one mode is as another."""
+    """Return the figure for the speed of one mode relative to another."""
     return Figure(
         name=f"{pair}, batch {batch}", read=at("ratios", pair, str(batch)), unit="times", at_least=goal
     )
 
 
 def decoding_7b() -> Row:
-    """What drafts gain at real size, after short and long contexts, and what a CUDA graph takes."""
+    """Return the row for the gain of drafts at real size, by context length, and a CUDA graph's cost."""
     # One H100 gave 387 and 8,134 tokens/s with drafts, 150 and 6,249 without.
     rejection = speeds("rejection", (1, 64), {1: 387, 64: 8134})
     long = tuple(
@@ -262,7 +262,7 @@ def decoding_7b() -> Row:
 
 
 def checkpoint() -> Row:
-    """Save and resume with the distributed optimizer: peaks, the stall, the norm of the next step."""
+    """Return the row for saving and resuming with the distributed optimizer: peaks, stall, next norm."""
     bench = f"{BENCH}checkpoint_peaks.py --json {{out}}"
     row = "rows", 0
     return Row(
@@ -281,7 +281,7 @@ def checkpoint() -> Row:
 
 
 def versions() -> Row:
-    """Tokens sampled while weights change, on a server that overlaps scheduling with computing."""
+    """Return the row for tokens sampled while weights change, on a server with overlapped scheduling."""
     bench = f"{BENCH}token_versions.py --json {{out}}"
     return Row(
         name="versions of tokens across updates",
@@ -298,7 +298,7 @@ def versions() -> Row:
 
 
 def experts() -> Row:
-    """One layer of a 30B-A3B in training."""
+    """Return the row for training one layer of a 30B-A3B model."""
     bench = f"{BENCH}experts.py --json {{out}}"
     size = "--hidden 2048 --inner 768 --experts 128 --per-token 8 --layers 1 --tokens 16384 --repeats 3"
     return Row(
@@ -314,7 +314,7 @@ def experts() -> Row:
 
 
 def two_gpus() -> Row:
-    """Two trainer ranks and two servers share two GPUs: weights go by IPC of each rank."""
+    """Return the row for two trainer ranks and two servers that share two GPUs; each rank sends by IPC."""
     bench = f"{BENCH}loop_modes.py --json {{out}} --modes rejection --steps 2"
     shared = "cluster=one_node_shared rollout=sglang rollout.workers=2 trainer.tp=1 trainer.dp=2"
     return Row(
@@ -339,7 +339,7 @@ def two_gpus() -> Row:
 
 
 def gpu_tests() -> list[Row]:
-    """Engine and trainer against the CPU, each file in a process of its own."""
+    """Return rows that compare engine and trainer with the CPU, each test file in a separate process."""
     return [
         Row(
             name=f"tests of the {name}",
@@ -353,7 +353,7 @@ def gpu_tests() -> list[Row]:
 
 
 def all_graphs() -> Row:
-    """A server of one_node's size: does it start with the graphs of every batch and the drafts' buffers?"""
+    """Return the row that starts a server of one_node's size, with all CUDA graphs and draft buffers."""
     figures = (
         Figure(name="start", read=at("modes", "rejection", "start_s"), unit="s", at_most=300),
         Figure(
@@ -373,7 +373,7 @@ def all_graphs() -> Row:
 
 
 def memory() -> list[Row]:
-    """Peaks of a trainer against the estimate."""
+    """Return rows that compare a trainer's peak memory with the estimate."""
     bench = f"{BENCH}memory_estimate.py --json {{out}} --only"
     measured = Figure(name="peak", read=lambda r: at("rows", 0, "measured")(r) / 1e9, unit="GB", at_most=80)
     ratio = Figure(name="peak over its estimate", read=lambda r: 1 / at("rows", 0, "ratio")(r), at_most=1.1)
@@ -391,7 +391,7 @@ def memory() -> list[Row]:
 
 
 def embedded() -> Row:
-    """The embedded engine, whose drafts rlpipe's own kernels verify on a GPU."""
+    """Return the row for the embedded engine, whose drafts are verified by rlpipe's kernels on a GPU."""
     bench = f"{BENCH}decoding_modes.py --json {{out}} --modes rejection --model models/tiny"
     return Row(
         name="embedded engine, shipped model",
@@ -404,7 +404,7 @@ def embedded() -> Row:
 
 
 def fingerprint() -> Row:
-    """Checksums of 1.5B parameters in place."""
+    """Return the row for checksums of 1.5B parameters, computed in place."""
     bench = f"{BENCH}fingerprint.py --json {{out}}"
     return Row(
         name="fingerprint of 1.5B",
@@ -417,12 +417,12 @@ def fingerprint() -> Row:
 
 
 def verified_by_kernels(report: Report) -> float:
-    """Return the share of a server's verify steps that rlpipe's kernels did."""
+    """Return the share of a server's verify steps that ran on rlpipe's kernels."""
     return report["judged"]["rlpipe"] / sum(report["judged"].values())
 
 
 def first_tokens() -> list[Row]:
-    """The exact distribution of a server's first tokens; alpha 1e-4 over the four scores."""
+    """Return rows that test the distribution of a server's first tokens; alpha 1e-4 over four scores."""
     bench = f"{BENCH}first_tokens.py --json {{out}}"
     score = Figure(
         name="largest score", read=at("largest_score"), unit="as a standard normal score", at_most=4.1
@@ -452,7 +452,7 @@ def first_tokens() -> list[Row]:
 
 
 def plan() -> list[Row]:
-    """All rows in the order in which they run."""
+    """Return all rows in the order in which they run."""
     stock = ("rejection", "rejection, stock", "target_only", "block")
     against_stock = (*speeds("block", (1, 64)), faster("rejection / rejection, stock", 64, 1.13))
     return [

@@ -1,8 +1,8 @@
 """Hooks of the documentation site (mkdocs.yml): documents outside docs/, and links between all of them.
 
 Documents are written for a repository browser: their links are relative to their own folder. Here README.md
-becomes the home page, recipes and the model cards become pages, and a link to a file that is not a page
-becomes its path as text, since a site has no address of the repository to point to.
+becomes the home page, and recipes and model cards become pages. A link to a file that is not a page becomes
+its path as text, because the site knows no address of the repository.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mend the links of a page, outside of code."""
+    """Adapt the links of a page, outside of code."""
     source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
 
     def link(match: re.Match[str]) -> str:
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _joined(parts: list[str]) -> list[str]:
-    """Text and code by turns, where a link whose text has code in it stays in one piece of text."""
+    """Return text and code alternately; a link with code in its text stays in one piece of text."""
     whole: list[str] = [parts[0]]
     for code, text in zip(parts[1::2], parts[2::2], strict=True):
         if not code.startswith("```") and whole[-1].rfind("[") > whole[-1].rfind("]") and "](" in text:
@@ -72,7 +72,7 @@ def _joined(parts: list[str]) -> list[str]:
 
 
 def _outside() -> dict[str, str]:
-    """Repository path -> page of every document outside docs/."""
+    """Return the page of every document outside docs/, by its path in the repository."""
     found = dict(PAGES)
     for folder, suffixes in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*")):
@@ -89,9 +89,9 @@ def _resolved(target: str, source: Path) -> str:
 
 
 def _mended(target: str, source: Path, page: str, files: Files, html: bool = False) -> str | None:
-    """The link as seen from the page; None when it leads to a file that is no page.
+    """Return the link as seen from the page; None if it leads to a file that is not a page.
 
-    A link to nothing stays, so that a strict build fails.
+    A broken link is not changed, so that a strict build fails.
     """
     path, hash_, anchor = target.partition("#")
     wanted = _resolved(target, source)

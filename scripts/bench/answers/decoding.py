@@ -9,7 +9,7 @@ from answers.tables import goal, pm, table, with_interval
 
 
 def rollout_speed(r: Any) -> str:
-    """The embedded engine against transformers."""
+    """Compare the embedded engine's speed with transformers'."""
     rows = []
     for cell, values in r["results"]["shipped float32"].items():
         length = values["arms"]["rejection"]["acceptance_length"]
@@ -26,7 +26,7 @@ def rollout_speed(r: Any) -> str:
 
 
 def acceptance(r: Any) -> str:
-    """Acceptance length by rule and temperature."""
+    """Tabulate acceptance length by rule and temperature."""
     cells = r["results"]["acceptance"]
     rules = list(dict.fromkeys(name.split(" T=")[0] for name in cells))
     temperatures = list(dict.fromkeys(name.split(" T=")[1] for name in cells))
@@ -37,7 +37,7 @@ def acceptance(r: Any) -> str:
 
 
 def adaptive(r: Any) -> str:
-    """Adaptive gamma against the best fixed gamma."""
+    """Compare adaptive gamma with the best fixed gamma."""
     cells = {cell: value for run in r["runs"] for cell, value in run["results"].items()}
     batches = sorted({int(cell.split("batch ")[1]) for cell in cells})
     rows = []
@@ -54,7 +54,7 @@ def adaptive(r: Any) -> str:
 
 
 def server_widths(r: Any) -> str:
-    """A server's adaptive drafts against each fixed number of them."""
+    """Compare a server's adaptive number of drafts with each fixed number."""
     rows = [
         [
             cell,
@@ -78,7 +78,7 @@ def server_widths(r: Any) -> str:
 
 
 def server_plugin(r: Any) -> str:
-    """Servers with the plugin against stock ones."""
+    """Compare servers with the plugin with stock servers."""
     rows, ratios = [], {}
     for batch, arms in r["batches"].items():
         ratios[batch] = arms["plugin / stock"]
@@ -107,7 +107,7 @@ def server_plugin(r: Any) -> str:
 
 
 def verify(r: Any) -> str:
-    """Verification on a CPU at a real vocabulary."""
+    """Report the time of verification on a CPU at a real vocabulary."""
     ratios = {cell: value["ratios"]["python loop / torch"] for cell, value in r["results"].items()}
     batches = list(dict.fromkeys(cell.split(", gamma")[0].split("batch ")[1] for cell in ratios))
     gammas = list(dict.fromkeys(cell.split("gamma ")[1] for cell in ratios))
@@ -123,7 +123,7 @@ def verify(r: Any) -> str:
 
 
 def verify_vocabularies(r: Any) -> str:
-    """Verification on a CPU by vocabulary."""
+    """Report the time of verification on a CPU by vocabulary size."""
     rows = []
     for vocab in sorted(r["config"]["vocabs"]):
         cells = {c: v["ratios"] for c, v in r["results"].items() if c.startswith(f"chain, vocab {vocab},")}
@@ -136,7 +136,7 @@ def verify_vocabularies(r: Any) -> str:
 
 
 def drafts_pay(r: Any) -> str:
-    """Tokens per second with drafts over none on a real model, and the acceptance that each batch needs."""
+    """Report a real model's speed with drafts over no drafts, and the acceptance that each batch needs."""
     rows, ratios = [], {}
     for cell, row in r["results"].items():
         temperature, batch = cell.removeprefix("T=").split(", batch ")
@@ -167,7 +167,7 @@ def drafts_pay(r: Any) -> str:
 
 
 def generation_speed(r: Any) -> str:
-    """Tokens per second of a real model, by engine."""
+    """Tabulate tokens per second of a real model, by engine."""
     names = {name for row in r["results"].values() for name in row["arms"]}
     arms = [
         name for name in ("none", "drafts", "transformers", "sglang", "sglang with plugin") if name in names
@@ -193,7 +193,7 @@ def generation_speed(r: Any) -> str:
 
 
 def greedy_equals(r: Any) -> str:
-    """Greedy tokens of a real model against transformers'."""
+    """Compare greedy tokens of a real model with transformers' tokens."""
     texts = []
     for name, result in r["results"].items():
         gaps = [one["logit_gap"] for one in result["different"]]
@@ -206,7 +206,7 @@ def greedy_equals(r: Any) -> str:
 
 
 def real_first_tokens(r: Any) -> str:
-    """G-tests of a real model's tokens by mode."""
+    """Report G-tests of a real model's tokens, by mode."""
     rows = [
         [mode, f"{row['largest_score']:.2f}", f"{max(row['scores_of_a_wrong_law']):.1f}", row["prefixes"]]
         for mode, row in r["results"].items()
@@ -222,7 +222,7 @@ def real_first_tokens(r: Any) -> str:
 
 
 def by_entropy(r: Any) -> str:
-    """Acceptance of a model's first draft under two rules, and its slope against the target's entropy."""
+    """Tabulate acceptance of the first draft under two rules, and its slope against the target's entropy."""
     rows = [
         [
             held_out.removeprefix("user."),
@@ -244,7 +244,7 @@ def by_entropy(r: Any) -> str:
 
 
 def certificates(r: Any) -> str:
-    """What `rlpipe certify` reports of servers, the lines that it judged, and its minutes."""
+    """Tabulate what `rlpipe certify` reports for each server, the lines that it judged, and its minutes."""
     names = {
         "plain": "stock SGLang, no drafts",
         "stock": "stock SGLang, MTP drafts, rejection sampling",

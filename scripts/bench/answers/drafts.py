@@ -1,4 +1,4 @@
-"""Which drafter and which objective, and why acceptance moves."""
+"""Answers about drafters and objectives, and about the reasons for which acceptance changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from answers.tables import pm, table, with_interval
 
 
 def drafters(r: Any) -> str:
-    """Acceptance length and speed by drafter."""
+    """Tabulate acceptance length and speed by drafter."""
     names = {"mtp": "MTP layer", "suffix": "suffix lookup"}
     rows = [
         [
@@ -28,7 +28,7 @@ def drafters(r: Any) -> str:
 
 
 def adapt_objectives(r: Any) -> str:
-    """Objectives of the MTP layer, as a rate of accepted drafts."""
+    """Tabulate the rate of accepted drafts by objective of the MTP layer."""
     sets = [name for name, value in next(iter(r["table"].values())).items() if value["in_domain"]]
     best = sorted(r["table"].items(), key=lambda item: -item[1][sets[0]]["rejection"]["acceptance_rate"][0])
 
@@ -46,14 +46,14 @@ def adapt_objectives(r: Any) -> str:
 
 
 def ppow(r: Any) -> str:
-    """Reinforcement learning of the draft against supervision."""
+    """Compare reinforcement learning of the draft with supervised training."""
     sets = "swe.held_instances"
     rows = [[n, pm(v[sets]["rejection"]["acceptance_length"])] for n, v in r["table"].items()]
     return table(["draft", "acceptance length"], rows)
 
 
 def compare(r: Any) -> str:
-    """Drafters and objectives at equal steps."""
+    """Compare drafters and objectives after equal steps."""
     cell = r["cells"]["swe turns, T = 1"]["arms"]
     rows = [
         [n, pm(v["acceptance_length"]), v["speed against none"]]
@@ -64,7 +64,7 @@ def compare(r: Any) -> str:
 
 
 def eagle3(r: Any) -> str:
-    """What makes an EAGLE-3 draft good."""
+    """Tabulate which parts make an EAGLE-3 draft good."""
     labels = {
         "eagle3": "all of it",
         "no_test": "without the training-time test",
@@ -78,7 +78,7 @@ def eagle3(r: Any) -> str:
 
 
 def slope(r: Any) -> str:
-    """Acceptance against entropy, per token, over temperatures of one policy."""
+    """Report the slope of acceptance against entropy, per token, over temperatures of one policy."""
     rows = [
         [name, f"{v['per_token']['value']:.2f} [{v['per_token']['low']:.2f}, {v['per_token']['high']:.2f}]"]
         for name, v in r["sweep"].items()
@@ -87,7 +87,7 @@ def slope(r: Any) -> str:
 
 
 def figure8(r: Any) -> str:
-    """The split of acceptance's change during RL."""
+    """Tabulate the split of the change of acceptance during RL."""
     rows = [
         [
             name,
@@ -105,7 +105,7 @@ def figure8(r: Any) -> str:
 
 
 def draft_objectives(r: Any) -> str:
-    """Drafts of five objectives after equal steps, in worlds that are enumerated."""
+    """Compare drafts of five objectives after equal steps, in enumerated worlds."""
     rows = []
     for kind, row in r["objectives"].items():
         cells = [kind]
@@ -131,7 +131,7 @@ def draft_objectives(r: Any) -> str:
 
 
 def draft_in_rl(r: Any) -> str:
-    """A draft while RL lowers entropy, frozen or trained, in worlds that are enumerated."""
+    """Compare a frozen and a trained draft while RL lowers entropy, in enumerated worlds."""
     rows = []
     for name, row in r["rl"].items():
         cells = [name, f"{row['rejection']['over steps'][0]:.3f}", with_interval(row["rejection"]["change"])]
@@ -160,7 +160,7 @@ def draft_in_rl(r: Any) -> str:
 
 
 def ppow_windows(r: Any) -> str:
-    """PPOW's switch to ADAW, learning rates, candidate windows, easy and hard windows."""
+    """Report PPOW's switch to ADAW, learning rates, candidate windows, and easy and hard windows."""
     switch, rates, candidates, hardness = (r[p] for p in ("switch", "rates", "candidates", "hardness"))
     lines = [
         f"Switch to ADAW: reward {switch['reward, before'][0]:.3f} before, "
@@ -215,7 +215,7 @@ def ppow_windows(r: Any) -> str:
 
 
 def linear_drafts(r: Any) -> str:
-    """Acceptance of drafts that are linear in SmolLM2's features, by inputs and by texts fitted on."""
+    """Tabulate acceptance of drafts that are linear in SmolLM2's features, by inputs and number of texts."""
     rows = []
     for name, row in r["drafts"].items():
         cells = [

@@ -1,4 +1,4 @@
-"""What was measured on a GPU."""
+"""Answers that were measured on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from answers.tables import table
 
 
 def gpu_decoding(r: Any) -> str:
-    """SGLang on a GPU."""
+    """Report the speed of SGLang on a GPU."""
     cells = r["results"]["sglang, 7.8B, bf16, gamma 3, 200 tokens"]
     rows = [
         [batch, cell["none"]]
@@ -25,7 +25,7 @@ def gpu_decoding(r: Any) -> str:
 
 
 def gpu_loop(r: Any) -> str:
-    """Where the time of a step goes on a GPU."""
+    """Report how the time of a step is spent on a GPU."""
     arms = r["results"]["whole loop, 1.5B, one shared GPU"]
     rows = [
         [arm]
@@ -41,7 +41,7 @@ def gpu_loop(r: Any) -> str:
 
 
 def gpu_verify(r: Any) -> str:
-    """The verification kernel on a GPU."""
+    """Report the time of the verification kernel on a GPU."""
     rows = r["results"]["verification, V = 151936, chain, us"]
 
     def text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What runs learn: held-out rewards over seeds, against TRL, and from stale or smaller actors."""
+"""Answers about learning: held-out rewards over seeds, also against TRL and with stale or smaller actors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from answers.tables import difference, goal, pm, table, with_interval
 
 
 def quickstart(r: Any) -> str:
-    """Seconds of the newcomer's first command."""
+    """Report the seconds of a newcomer's first command."""
     if "parts" not in r:  # an old result, written without the parts
         parts, rewards = {"installation": r["installation_s"]}, [r["val_reward"]]
     else:
@@ -27,7 +27,7 @@ def quickstart(r: Any) -> str:
 
 
 def swe(r: Any) -> str:
-    """Held-out reward of the main job, by seed and mode."""
+    """Tabulate the held-out reward of the main job, by seed and mode."""
     rows = [
         [
             name.replace("-", ", seed "),
@@ -42,7 +42,7 @@ def swe(r: Any) -> str:
 
 
 def real_model(r: Any) -> str:
-    """Held-out reward of a released model over seeds, by task."""
+    """Tabulate the held-out reward of a released model over seeds, by task."""
     tasks = {name: r["over_seeds"][name] for name in ("start", "short", "keywords", "largest", "mean")}
     rows = [
         [
@@ -70,7 +70,7 @@ def real_model(r: Any) -> str:
 
 
 def over_seeds(r: Any) -> str:
-    """Held-out reward before and after, and the gain, over seeds; by held-out set where there are several."""
+    """Report held-out reward before and after, and the gain, over seeds; by held-out set if several."""
     sets = {"": r["over_seeds"]} if "gain" in r["over_seeds"] else r["over_seeds"]
     texts = []
     for name, row in sets.items():
@@ -87,7 +87,7 @@ def over_seeds(r: Any) -> str:
 
 
 def real_against_trl(r: Any) -> str:
-    """A GRPO run of a released model against TRL: seconds a step, and held-out reward."""
+    """Compare GRPO of a released model with TRL: seconds a step, and held-out reward."""
     labels = {
         "rlpipe": "rlpipe",
         "trl_bf16": "TRL, bf16",
@@ -125,7 +125,7 @@ def real_against_trl(r: Any) -> str:
 
 
 def staleness(r: Any) -> str:
-    """Corrections without PPO's clip."""
+    """Compare corrections without PPO's clip, under staleness."""
     arms: dict[str, list[float]] = {}
     for name, run in r["runs"].items():
         arms.setdefault(name.rsplit("-", 1)[0], []).append(run["after"])
@@ -139,13 +139,13 @@ def staleness(r: Any) -> str:
 
 
 def decoupled(r: Any) -> str:
-    """A smaller model generates for the policy."""
+    """Report runs in which a smaller model generates for the policy."""
     rows = [[name, f"{v['before']:.2f} to {pm([v['after'], v['error']])}"] for name, v in r["runs"].items()]
     return table(["correction-seed", "held-out reward"], rows)
 
 
 def obrs(r: Any) -> str:
-    """OBRS brings distributions together."""
+    """Report how much closer OBRS brings distributions."""
     rows = [
         [
             f"{c['noise']}, {c['level']}",
@@ -159,7 +159,7 @@ def obrs(r: Any) -> str:
 
 
 def jackpot_parts(r: Any) -> str:
-    """Corrections, their parts and a control, by disturbance and rate: gains on none and on OBRS."""
+    """Tabulate corrections, their parts and a control: gains over none and over OBRS, by setting and rate."""
     rows = []
     for name, arms in r["groups"].items():
         if name.startswith("parts"):
@@ -174,7 +174,7 @@ def jackpot_parts(r: Any) -> str:
 
 
 def jackpot_worlds(r: Any) -> str:
-    """Rewards of every arm in worlds where they are exact, by group."""
+    """Tabulate the rewards of every arm, by group, in worlds where rewards are exact."""
     lines = []
     for name, rows in r["groups"].items():
         if name.startswith("parts"):

@@ -1,4 +1,4 @@
-"""Time of a training step: against TRL, of its parts, of turns, and of weight updates."""
+"""Answers about time: of a training step and its parts (also in TRL), of turns, and of weight updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from answers.tables import goal, table
 
 
 def against_trl(r: Any) -> str:
-    """Equal work against TRL."""
+    """Compare the time of equal work with TRL."""
     arms, rows = r["arms"], []
     for label, ours, trl in (
         ("the recipe's prompts", "async_none", "trl"),
@@ -30,7 +30,7 @@ def against_trl(r: Any) -> str:
 
 
 def slow(r: Any) -> str:
-    """Slow environments."""
+    """Report step times with slow environments."""
     fast, sync = r["arms"]["slow_async"], r["arms"]["slow_sync"]
     ratio = sync["mean_s"] / fast["mean_s"]
     return (
@@ -42,7 +42,7 @@ def slow(r: Any) -> str:
 
 
 def tail(r: Any) -> str:
-    """Long answers."""
+    """Report step times with long answers."""
     labels = {"tail200": "200 tokens", "tail300": "300 tokens"}
     rows, alone = [], []
     for key, label in labels.items():
@@ -62,7 +62,7 @@ def tail(r: Any) -> str:
 
 
 def overhead(r: Any) -> str:
-    """Ledger and metrics."""
+    """Report the cost of ledger and metrics."""
     return (
         f"{r['cpu_share_percent']:.2f}% of the processor time of a step, {r['wall_share_percent']:.2f}% by "
         "the clock. " + goal(r["wall_share_percent"] < 2, "under 2%")
@@ -70,7 +70,7 @@ def overhead(r: Any) -> str:
 
 
 def grading_cost(r: Any) -> str:
-    """Tests and code in two processes against one process for both."""
+    """Compare grading with tests and code in two processes with grading in one process."""
     names = ("grading wall", "grading cpu", "episode wall", "episode cpu")
     rows = [[name, r[name]["here, ms"], r[name]["baseline, ms"], r[name]["ratio"]] for name in names]
     held = goal(max(row[3] for row in rows[2:]) <= 1.3, "1.3 times an episode")
@@ -78,7 +78,7 @@ def grading_cost(r: Any) -> str:
 
 
 def agent_turns(r: Any) -> str:
-    """Turns of agents where more of them are at work than an engine has rows."""
+    """Report the turns of agents if more agents run than an engine has rows."""
     used, rows, cpu = r["config"], [], []
     for sessions, measured in r["results"].items():
         arms = measured["arms"].values()
@@ -111,7 +111,7 @@ def agent_turns(r: Any) -> str:
 
 
 def sglang_turns(r: Any) -> str:
-    """Short turns on an SGLang server."""
+    """Report the cost of short turns on an SGLang server."""
     turns, before, load = r["results"]["turns"], r["settings"]["before"], r["machine"]
     speeds = turns["tokens_per_s"]
     ratios = [now / then for now, then in zip(speeds["now"], speeds["before"], strict=True)]
@@ -135,7 +135,7 @@ def sglang_turns(r: Any) -> str:
 
 
 def weight_sync(r: Any) -> str:
-    """One update of two servers."""
+    """Tabulate the seconds of one update of two servers, by way of sending."""
     labels = {
         "tensor": "in request bodies (removed since): each worker to its server",
         "shared": "`shared`: each worker to its server",
@@ -158,7 +158,7 @@ def weight_sync(r: Any) -> str:
 
 
 def delta_bytes(r: Any) -> str:
-    """Elements and bytes of the delta of each step."""
+    """Tabulate elements and bytes of the delta of each step."""
     rows = [
         [
             arm,
@@ -173,7 +173,7 @@ def delta_bytes(r: Any) -> str:
 
 
 def revisions(r: Any) -> str:
-    """Equal values of each recipe over each span of commits, and why the others differ."""
+    """Report how many values of each recipe are equal over each span of commits, and why others differ."""
     recipes = list(r["settings"])
     rows = []
     for part in r["spans"]:

@@ -1,4 +1,4 @@
-"""Peak memory of trainers and checkpoints, measured and estimated."""
+"""Answers about the peak memory of trainers and checkpoints, measured and estimated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from answers.tables import table
 
 
 def trainer_memory(r: Any) -> str:
-    """Peak memory and seconds of both arms of each part."""
+    """Tabulate peak memory and seconds of both arms for each part."""
     rows = []
     for row in r["rows"]:
         ours, baseline = ("parts", "masked") if row["part"] == "attention" else ("chunks", "logits")
@@ -21,7 +21,7 @@ def trainer_memory(r: Any) -> str:
 
 
 def context_parallel(r: Any) -> str:
-    """Peak memory of a rank by the number of ranks, and its ratio to that of one."""
+    """Tabulate a rank's peak memory by the number of ranks, and its ratio to the peak of a single rank."""
     one = r["arms"][0]["peak_mb"]
     rows = [[arm["cp"], f"{arm['peak_mb']:,.0f}", f"{arm['peak_mb'] / one:.2f}"] for arm in r["arms"]]
     return table(["trainer.cp", "peak MB of a rank", "of one rank's"], rows) + (
@@ -31,7 +31,7 @@ def context_parallel(r: Any) -> str:
 
 
 def memory_estimate(r: Any) -> str:
-    """Measured and estimated peaks."""
+    """Tabulate measured and estimated peaks."""
     every = [*r["rows"], *r["runs"]]
     rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in every]
     said = "\n\nOn a CPU, beyond what libraries take; a model of 60M parameters or less."
@@ -41,7 +41,7 @@ def memory_estimate(r: Any) -> str:
 
 
 def checkpoint_peaks(r: Any) -> str:
-    """Host memory of saving and resuming, against the estimate."""
+    """Compare the host memory of saving and resuming with the estimate."""
     rows = [
         [x["name"], x["save"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}", x["resume"] >> 20]
         for x in r["rows"]

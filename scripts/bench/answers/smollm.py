@@ -1,7 +1,7 @@
 """Tables of the studies on SmolLM2, computed from their results; `page.py` puts them into documents.
 
-A difference whose interval includes 0 is followed by the number of seeds or runs at which the interval would
-exclude it if mean and spread stayed the same.
+If the interval of a difference includes 0, the table also has the number of seeds or runs with which the
+interval would exclude 0, assuming the same mean and spread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _points(estimate: Sequence[float]) -> str:
 
 
 def rules(r: Any) -> str:
-    """Acceptance by entropy: slopes of every rule, and the first draft at other temperatures."""
+    """Tabulate acceptance by entropy: slopes of every rule, and the first draft at other temperatures."""
     shown = [
         "rejection",
         "target-only",
@@ -48,7 +48,7 @@ def rules(r: Any) -> str:
 
 
 def objectives(r: Any) -> str:
-    """Objectives from one start: accepted drafts of a window, and differences from soft KL and e2e TV."""
+    """Tabulate objectives from one start: accepted drafts, and differences from soft KL and e2e TV."""
     rows = []
     by_result = sorted(r["table"].items(), key=lambda item: -item[1]["in domain, rejection"]["mean"][0])
     for arm, row in by_result:
@@ -105,7 +105,7 @@ def objectives(r: Any) -> str:
 
 
 def replay(r: Any) -> str:
-    """Drafts along RL runs: at the last policy, half way, and the split of the frozen draft's change."""
+    """Tabulate drafts along RL runs: at the end, half way, and the split of the frozen draft's change."""
     rows, first = [], []
     for arm, row in r["table"].items():
         rejection, target_only, alpha = row["rejection"], row["target_only"], row["alpha"]
@@ -155,7 +155,7 @@ def replay(r: Any) -> str:
 
 
 def pools(r: Any) -> str:
-    """Which answers to train a draft on: accepted drafts against the frozen draft and other pools."""
+    """Compare pools of answers to train a draft on, with a frozen draft and with one another."""
     rows = []
     for arm, row in r["table"].items():
         rejection = row["rejection"]
@@ -181,7 +181,7 @@ def pools(r: Any) -> str:
 
 
 def corrections(r: Any) -> str:
-    """What corrections leave of the distance between a stale policy and the last one, exactly."""
+    """Tabulate the exact distance between a stale policy and the last one that each correction leaves."""
     rows = []
     for age, by_rule in r["by age"].items():
         for name, row in by_rule.items():
@@ -203,7 +203,7 @@ def corrections(r: Any) -> str:
 
 
 def advice(r: Any) -> str:
-    """The share of speed lost by ways of choosing rule and gamma, by batch."""
+    """Tabulate the share of speed that is lost by each way of choosing rule and gamma, by batch."""
     ways = ("here", "elsewhere", "default", "never")
     rows = []
     for batch, row in r["batches"].items():
@@ -220,7 +220,7 @@ def advice(r: Any) -> str:
 
 
 def choices(r: Any) -> str:
-    """The share lost by ways of choosing drafter and training, and where each loses most."""
+    """Tabulate the share lost by each way of choosing drafter and training, and where it loses most."""
     rows = []
     for question, found in r["questions"].items():
         base = found["base"]

@@ -1,4 +1,4 @@
-"""What all answers share: tables, goals, and values with their errors or intervals, as Markdown."""
+"""Helpers of all answers: tables, goals, and values with their errors or intervals, as Markdown."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ NEVER = "more than 200"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def goal(met: bool, text: str) -> str:
-    """A goal and whether the result meets it; `page.py` leaves goals that were met out of other pages."""
+    """Format a goal and whether the result meets it; `page.py` omits goals that were met from other pages."""
     return f"Goal: {text}, {'**met**' if met else '**missed**'}."
 
 
 def pm(pair: list[float], digits: int = 2) -> str:
-    """A value and its standard error."""
+    """Format a value and its standard error."""
     return f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
 
 
 def with_interval(estimate: list[float] | dict[str, float]) -> str:
-    """A difference and its 95% interval, from `[value, low, high]` or an object with these keys."""
+    """Format a difference and its 95% interval, from `[value, low, high]` or an object with these keys."""
     value, low, high = (
         estimate if isinstance(estimate, list) else (estimate[k] for k in ("value", "low", "high"))
     )
