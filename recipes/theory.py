@@ -43,9 +43,9 @@ def rejection_alpha(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def target_only_alpha(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return the acceptance probability of the draft argmax_v q_v: p(argmax q) (Bebop Eq. 1, 18). -> [...].
+    """Return the acceptance probability of the draft argmax_v q_v: p(argmax q) (Bebop Eq. 1, 18).
 
-    It is at most max_v p_v, for any draft (Bebop Eq. 19). p, q: [..., V].
+    It is at most max_v p_v, for any draft (Bebop Eq. 19). p, q: [..., V]. Returns [...].
     """
     return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)
 
@@ -53,8 +53,7 @@ def target_only_alpha(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def target_only_alpha_sampled(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Return target-only's alpha if the draft is sampled: E_{d ~ q}[p(d)] = sum_v p_v q_v. [..., V] -> [...].
 
-    It is never above `rejection_alpha`, as p q <= min(p, q). So a sampled draft should be verified with its
-    q.
+    It is never above `rejection_alpha`, as p q <= min(p, q). So verify a sampled draft with its q.
     """
     return (p * q).sum(-1)
 
@@ -81,8 +80,8 @@ def target_only_bounds(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bound max_v p_v by H(p); it is target-only's alpha if the draft has the target's argmax.
 
     Lower bound: exp(-H) (Bebop Eq. 19-21), as if p were uniform over exp(H) tokens, its effective support.
-    Upper bound: Fano's inequality, H <= h(e) + e log(V - 1) for max p = 1 - e, solved by bisection. p: [...,
-    V].
+    Upper bound: Fano's inequality, H <= h(e) + e log(V - 1) for max p = 1 - e, solved by bisection.
+    p: [..., V].
 
     >>> low, high = target_only_bounds(torch.tensor([0.25] * 4, dtype=torch.float64))
     >>> round(low.item(), 6), round(high.item(), 6)
@@ -112,7 +111,8 @@ def mismatch_exponent(p: torch.Tensor, q: torch.Tensor, floor: float = 1e-4) -> 
 def pinsker(kl: torch.Tensor) -> torch.Tensor:
     """Return the smallest alpha of rejection for a given KL in nats: 1 - sqrt(KL / 2) (PPOW B.1, Bebop D.3).
 
-    The bound holds for either direction of the KL. Bebop prints it without the root. Below 0 it is useless.
+    The bound holds for either direction of the KL. Bebop prints it without the root. A negative value is no
+    bound.
 
     >>> pinsker(torch.tensor([0.0, 0.02])).tolist()
     [1.0, 0.8999999761581421]
@@ -126,8 +126,8 @@ def lossy_typical_accepts(
     """Return whether Medusa's typical acceptance accepts each draft: p(d) >= min(epsilon, delta exp(-H(p))).
 
     The rule is lossy: no residual corrects the bias of acceptance, so no engine of rlpipe uses it. The first
-    draft is always accepted (greedy first). p: [..., gamma, V], given the drafts before. drafts: [...,
-    gamma]. Returns [..., gamma]: True for the leading drafts that are accepted.
+    draft is always accepted (greedy first). p: [..., gamma, V], given the drafts before.
+    drafts: [..., gamma]. Returns [..., gamma]: True for the leading drafts that are accepted.
     """
     chosen = p.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     taken = chosen >= (delta * (-entropy(p)).exp()).clamp(max=epsilon)
@@ -150,8 +150,7 @@ def reduced_rank(inputs: torch.Tensor, outputs: torch.Tensor, rank: int) -> torc
     """Fit outputs = inputs B by least squares among the maps B of some rank; returns B, [P, D].
 
     inputs: [N, P], N >= P. outputs: [N, D]. B is the ordinary solution projected on the leading directions of
-    its predictions (Izenman 1975). So a draft of limited capacity fits the directions in which outputs vary
-    most.
+    its predictions (Izenman 1975). So a draft of limited capacity fits where outputs vary most.
     """
     full = torch.linalg.lstsq(inputs, outputs).solution
     *_, directions = torch.linalg.svd(inputs @ full, full_matrices=False)
@@ -197,8 +196,8 @@ def dynamic_tree(
 def expected_reach(alphas: torch.Tensor) -> torch.Tensor:
     """Return Pr(num_accepted >= j) = prod_{i<=j} alpha_i, for conditional alphas (Bebop Eq. 12).
 
-    alphas: [..., gamma], of one context; alpha_i is given that depths 1..i-1 were accepted. Returns [...,
-    gamma].
+    alphas: [..., gamma], of one context; alpha_i is given that depths 1..i-1 were accepted.
+    Returns [..., gamma].
     """
     return alphas.cumprod(-1)
 
@@ -217,8 +216,8 @@ def acceptance_length(reach: torch.Tensor) -> torch.Tensor:
 def geometric_length(alpha: torch.Tensor, gamma: int) -> torch.Tensor:
     """Return the acceptance length for one alpha at all depths: sum_{j=0..gamma} alpha^j.
 
-    Leviathan et al. Eq. 1. alpha: any shape, in [0, 1]. The sum equals the closed form (1 - alpha^{gamma+1})
-    / (1 - alpha); written as a sum, it also holds for alpha = 1, where it is gamma + 1.
+    Leviathan et al. Eq. 1. alpha: any shape, in [0, 1]. The sum equals the closed form
+    (1 - alpha^{gamma+1}) / (1 - alpha), but also holds for alpha = 1, where it is gamma + 1.
     """
     return acceptance_length(expected_reach(alpha.unsqueeze(-1).expand(*alpha.shape, gamma)))
 
@@ -266,8 +265,9 @@ def block_reach_target(target_logprobs: torch.Tensor, draft_logprobs: torch.Tens
 
     Pr(num_accepted >= j) = E_{x ~ P}[ min(1, min_{k<=j} Q(x_1..x_k) / P(x_1..x_k)) ]
 
-    This follows from Sun et al. 2403.10444 by a change of measure: Q(x^j) w_j = P(x^j) min_{0<=k<=j} Q(x^k) /
-    P(x^k). It needs no full distributions. No lossless rule on one chain accepts more.
+    This follows from Sun et al. 2403.10444 by a change of measure:
+    Q(x^j) w_j = P(x^j) min_{0<=k<=j} Q(x^k) / P(x^k). It needs no full distributions. No lossless rule on one
+    chain accepts more.
 
     target_logprobs, draft_logprobs: [..., gamma]; the draft's may be -inf. Returns [..., gamma].
     """

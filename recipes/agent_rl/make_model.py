@@ -81,7 +81,7 @@ def signatures() -> str:
 
 
 def extended(base: Path) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
-    """Return the base model's tokenizer with the tokens ADDED: the form to save, and the form to use."""
+    """Return the base tokenizer with the tokens ADDED, as objects of `tokenizers` and of transformers."""
     bpe, tokenizer = Tokenizer.from_file(str(base / "tokenizer.json")), AutoTokenizer.from_pretrained(base)
     for one in (bpe, tokenizer.backend_tokenizer):
         one.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED])

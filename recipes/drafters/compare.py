@@ -6,7 +6,7 @@ Trains what is missing, then measures every arm with the workloads of scripts/be
 files are those of recipes/mtp_adapt/study.py: finished runs are not repeated, interrupted runs are resumed.
 
     none, suffix             nothing is trained
-    DRAFTER/warm-up          --warm-steps steps of --warm-loss, untrained at first; its other arms start there
+    DRAFTER/warm-up          an untrained drafter after --warm-steps steps of --warm-loss; start of its arms
     DRAFTER/OBJECTIVE        --steps steps of hard_ce, kl or e2e_tv from the warm-up
     DRAFTER/OBJECTIVE+ppow   the first half of the steps of that arm, then as many steps of PPOW
 

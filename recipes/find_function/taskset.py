@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4: the shell command that finds the file in which a function is defined."""
+"""A taskset of verifiers 0.4; the answer is a shell command that finds the file that defines a function."""
 
 from __future__ import annotations
 

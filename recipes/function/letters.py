@@ -1,4 +1,4 @@
-"""Does a sentence begin with the letter that the prompt asks for? A reward in rlpipe's own form."""
+"""A reward in rlpipe's own form: does a sentence begin with the letter that the prompt requests?"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Does entropy itself lower acceptance? Two interventions, in addition to the two slopes of a run.
+"""Does entropy itself lower acceptance? This is measured by two interventions and by two slopes of a run.
 
     python recipes/mtp_adapt/interventional.py [--seeds 0 1 2] [--steps 30] [--runs runs/interventional]
 

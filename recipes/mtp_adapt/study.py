@@ -9,7 +9,7 @@ are resumed. If a held-out set is requested later, finished runs are measured on
 2 warm      a few hundred steps of hard cross-entropy on that model; every cell starts there
 3 sweep     each arm at each learning rate, on a separate seed; the rate is chosen by acceptance under
             rejection, on held-out prompts other than those of the result
-4 cells     each objective at its rate, for each seed (own rollouts, own data order): acceptance on held-out
+4 cells     each objective at its rate, for each seed (new rollouts and data order): acceptance on held-out
             prompts in- and out-of-domain, rejection and target-only, by depth
 
 Acceptance is measured in real generation. Writes results.json and table.md into --runs. Rates are Σ accepted
@@ -123,7 +123,7 @@ class Study:
 
 
 def write_fresh_draft(model: Path, out: Path) -> None:
-    """Write the checkpoint with an untrained MTP layer, made as for the tiny model."""
+    """Write the checkpoint with an untrained MTP layer, initialised as for the tiny model."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -145,7 +145,7 @@ def last_evaluation(run: Path, step: int) -> Evaluation:
 
 
 def is_complete(run: Path, step: int, evaluate: Sequence[str]) -> bool:
-    """Return whether a run has its summary and its last evaluation has the held-out sets of the overrides."""
+    """Return whether a run has its summary, and its last evaluation has the requested held-out sets."""
     if not (run / "results.json").is_file() or not evaluation_file(run, step).is_file():
         return False
     known = [f"{name}." for name in last_evaluation(run, step).domains]

@@ -2,7 +2,7 @@
 
     python -m recipes.smollm_adapt.linear [--out FILE] [--texts 40] [--held-out 16]
 
-A draft predicts the feature that the head will multiply, as EAGLE's first version does. It is fitted by
+A draft predicts the feature that the output head multiplies, as in EAGLE's first version. It is fitted by
 ridge regression on the model's own answers, so no optimizer, learning rate or seed matters. Notation:
 f_t is the feature after token t, e_t the embedding of token t, and depth k predicts f_{t+k}.
 

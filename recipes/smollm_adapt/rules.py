@@ -152,7 +152,7 @@ def resampled(count: int) -> np.ndarray:
 
 
 def intervene(prompts: list[dict[float, dict[str, np.ndarray]]]) -> dict[str, Any]:
-    """Compute means by temperature, and slopes along temperatures within contexts.
+    """Compute means by temperature, and slopes over temperatures within contexts.
 
     prompts: for each prompt, the columns of `first_drafts` by temperature.
     """

@@ -74,9 +74,9 @@ FUNCTION_WORDS = frozenset(
 
 
 class Data(TypedDict):
-    """What a score needs besides the answer, as plain JSON; fields that a task does not use are empty.
+    """Data that a score needs in addition to the answer, as plain JSON; unused fields are empty.
 
-    topic: of short. letter: of start. words: of keywords. largest: of largest.
+    topic: for the task `short`. letter: for `start`. words: for `keywords`. largest: for `largest`.
     """
 
     prompt: str

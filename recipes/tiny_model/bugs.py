@@ -2,8 +2,8 @@
 
 Mutants are enumerated from the text only. The generator plants one of them as the bug and demands
 tests that kill all of them; demonstrators sample wrong edits from the same list. In addition to replaced
-tokens the list has four other slips: a missing return, an inverted condition, swapped operands, a slice of
-the wrong side.
+tokens the list has four other slips: a missing return, an inverted condition, swapped operands, a slice
+that takes the wrong side.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does an answer name the right number? A reward in the form of TRL's GRPOTrainer."""
+"""A reward in the form of TRL's GRPOTrainer: does an answer name the right number?"""
 
 import re
 

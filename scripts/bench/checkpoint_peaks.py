@@ -1,4 +1,4 @@
-"""How much memory do saving and resuming a trainer take, and does a resumed one continue in the same way?
+"""How much memory do saving and resuming a trainer take, and does a resumed trainer continue unchanged?
 
     python scripts/bench/checkpoint_peaks.py --json OUT [--only NAME ...] [--device cuda] [--model DIR]
 

@@ -1,10 +1,10 @@
 """What does it cost to grade out of reach of the model's code, compared with an earlier commit's grading?
 
 Each arm is a separate process that runs one checkout: this one, and `--baseline` in a temporary git worktree.
-Both run episodes on the same repaired instances without a cache of results, in turns and in random order. An
-episode looks for the function, shows its file, repairs the line, runs the tests and submits; grading is its
-last step. Reported are wall-clock seconds and CPU seconds (of the process and its children). Goal: at most
-1.3 times an episode of the baseline.
+Both run episodes on the same repaired instances without a cache of results, in turns and in random order. In
+an episode the agent looks for the function, shows its file, repairs the line, runs the tests and submits;
+grading is its last step. Reported are wall-clock seconds and CPU seconds (of the process and its children).
+Goal: at most 1.3 times an episode of the baseline.
 
     python scripts/bench/grading_cost.py --json OUT [--baseline 8f2a9b6] [--instances 60]
 """

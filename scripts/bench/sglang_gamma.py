@@ -119,7 +119,7 @@ def grown(model: Path, sizes: str, target: Path) -> Path:
 
 
 def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
-    """Measure one cell: the rows of all arms, and adaptive against the best fixed gamma."""
+    """Measure one cell; return the rows of all arms, and adaptive gamma's ratio to the best fixed gamma."""
     tokens = sum(length for _, length in load)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     counts = {arm: SpecCounts() for arm in ARMS}

@@ -8,8 +8,8 @@ A conversation has five turns of about ten tokens; then the next group follows. 
 demonstrator's, so that both revisions see the same past. Reported are the tokens of turns that end after the
 first quarter of a run of the load and before its end, and the CPU time by process. **answers**: only the
 worker's CPU time is measured, for answers of 200 and 2,000 tokens, with and without the 20 likeliest tokens.
-Here a process that sends SGLang's answers replaces the server. It sends them as with rlpipe's plugin (packed
-numbers) and, at the earlier commit, also as without it (lists).
+Here a process that sends SGLang's answers replaces the server. The answers have the format of rlpipe's
+plugin (packed numbers) and, at the earlier commit, also the format of stock SGLang (lists).
 
 The goals are 1.3 times the tokens/s of the earlier commit, and a third of the worker's time without the
 plugin.
