@@ -1,7 +1,7 @@
 """Acceptance theory: the expected number of accepted drafts, from probabilities only.
 
-Pure functions with which benches, studies and tests compare their measurements. They sample nothing, and do
-not count what an engine did (`rlpipe.metrics` does). p is the target, q the draft. Two kinds of sequences are
+Benches, studies and tests compare their measurements with these pure functions, which sample nothing. Counts
+of what an engine did are in `rlpipe.metrics`. p is the target, q the draft. Two kinds of sequences are
 verified:
 
 - drafted tokens (what an engine verifies): `chain_reach_drafted`, `block_reach_drafted`;

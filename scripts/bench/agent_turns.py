@@ -61,7 +61,7 @@ ARMS = ("recompute", "parked", "bounded")
 
 
 def recorded(trace: Path) -> Waits:
-    """Return the seconds between the turns of training attempts in a run's trace, evenly over the run."""
+    """Return seconds between the turns of training attempts in a run's trace, sampled evenly over the run."""
     turns = defaultdict(list)
     for event in json.loads(gzip.decompress(trace.read_bytes())):
         if event.get("name") == "generate" and not event["args"]["trajectory"].startswith("eval/"):

@@ -135,7 +135,7 @@ def sglang_turns(r: Any) -> str:
 
 
 def weight_sync(r: Any) -> str:
-    """Tabulate the seconds of one update of two servers, by way of sending."""
+    """Tabulate the seconds of one update of two servers, for each transport."""
     labels = {
         "tensor": "in request bodies (removed since): each worker to its server",
         "shared": "`shared`: each worker to its server",
