@@ -1,16 +1,16 @@
 """The metrics bus: components emit values, the controller commits steps, sinks receive records.
 
-Owns reduction per step and the delivery to sinks; it decides nothing about a run, and nothing that
-happens in a sink reaches a run.
+Owns the reduction of values per step and the delivery to sinks. It decides nothing about a run, and a
+failing sink never affects the run.
 
     component --emit(step, values)--> open step --commit(step)--> record --> queue -> thread -> sink
                       |___ Spans among the values ----------------> spans --> queue -> thread -> trace
     anyone    --event(kind, ...)---------------------------------> event --> queue -> thread -> sink
 
-emit, commit and event never wait for a sink. Each sink has a thread and a bounded queue: when
-the queue is full records are dropped (one `sink_slow` event), after `MAX_ERRORS` failures in a row the
-sink is off for the rest of the run (one `sink_disabled` event, which the other sinks still record). A full
-disk is different: it may have space again, so sinks keep trying, with one warning (`disk_full`) in all.
+emit, commit and event never wait for a sink. Each sink has a thread and a bounded queue. When the queue is
+full, records are dropped (one `sink_slow` event). After `MAX_ERRORS` failures in a row the sink is disabled
+until the run ends (one `sink_disabled` event, which the other sinks still record). A full disk disables no
+sink, because it may have space again later: sinks keep trying, and only one warning (`disk_full`) is emitted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlpipe.metrics.values import Span, Spans, Value, reduce
 
 logger = logging.getLogger(__name__)
 
-QUEUE_SIZE = 4096  # records and events a sink may lag behind
+QUEUE_SIZE = 4096  # records and events that may wait for a sink
 MAX_ERRORS = 3
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -43,11 +43,11 @@ Record = dict[str, Any]
 class Sink(Protocol):
     """A destination of metrics. All methods run on the sink's own thread and may block or raise.
 
-    A sink receives what it has a method for:
+    A sink may have any of these methods, and receives only what they take:
         record(Record): one committed step: STEP, time (unix seconds) and metrics. A metric is a float, None
             if it is not finite, {"edges": ..., "counts": ...} if it is a histogram.
         event(Record): one event: time, kind, level and fields.
-        spans(list[Span]): those of every emission.
+        spans(list[Span]): the spans of one emission.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Sink(Protocol):
 
 
 class MetricsBus:
-    """Thread-safe; usable as a context manager.
+    """Collects metrics and delivers them to sinks. Thread-safe; usable as a context manager.
 
     sinks: receive records and events.
-    events: a JSONL file that events are appended to as well.
+    events: a JSONL file to which events are also appended.
 
     Invariant: a value emitted for a step appears in exactly one record of that step. A step may be
-    committed again (late validation): its second record holds only what was emitted since.
+    committed again (late validation): its second record holds only values emitted after the first record.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class MetricsBus:
             worker.start()
 
     def emit(self, step: int, values: Mapping[str, Value]) -> None:
-        """Merge values into a step that is open, or open it.
+        """Merge values into an open step, or open the step with them.
 
-        Raises ValueError when a name is not declared in metrics/catalogue.toml, or its type is not of the
-        declared kind; no value is merged then.
+        Raises ValueError, and merges no value, when a name is not declared in metrics/catalogue.toml or a
+        value's type does not fit the declared kind.
         """
         spans: list[Span] = []
         for name, value in values.items():
@@ -111,7 +111,7 @@ class MetricsBus:
                 worker.put("spans", spans)
 
     def peek(self, step: int) -> Record:
-        """Return the values of an open step so far, in the form of a record."""
+        """Return the values emitted so far for an open step, in the form of a record."""
         with self._lock:
             values = dict(self._open.get(step, {}))
         return {STEP: step, **dict(observed(values))}
@@ -119,8 +119,8 @@ class MetricsBus:
     def commit(self, step: int) -> Record:
         """Close a step and send its record to every sink.
 
-        Returns the record: STEP, time and every metric that was observed, a sketch as one number for each
-        of its parts; None where it is not finite (which also raises a `nonfinite_metric` event).
+        Returns the record: STEP, time and every metric that was observed. A sketch becomes one number for
+        each of its parts. A value that is not finite becomes None and emits a `nonfinite_metric` event.
         """
         self.progressed()
         with self._lock:
@@ -141,7 +141,7 @@ class MetricsBus:
         return record
 
     def event(self, kind: str, *, level: Level | None = None, **fields: object) -> None:
-        """Record something that happened. `level` defaults to the kind's own (info when unknown)."""
+        """Record an event. `level` defaults to the declared level of the kind (info for an unknown kind)."""
         if kind != "waiting":
             self.progressed()
         if level is None:
@@ -152,7 +152,7 @@ class MetricsBus:
             worker.put("event", event)
 
     def progressed(self) -> None:
-        """Record progress of the run; events and steps count as progress anyway."""
+        """Record progress of the run. Events and commits are recorded as progress automatically."""
         self._progress = time.monotonic()
 
     def quiet_seconds(self) -> float:
@@ -179,7 +179,7 @@ class MetricsBus:
         for worker in self._workers[:-1]:
             worker.finish()
 
-        # The last one (the events file) stays open for the events of the others while they end.
+        # The last worker writes the events file. It closes last: the other sinks may emit events until then.
         for worker in self._workers:
             worker.finish()
             is_last = worker is self._workers[-1]
@@ -191,7 +191,7 @@ class MetricsBus:
                 )
 
     def disk_full(self, sink: str, error: Exception) -> None:
-        """Report that a sink, or another writer, found the disk full; only the first report is recorded."""
+        """Report that the disk was full for a sink or another writer; only the first report is recorded."""
         with self._lock:
             first, self._disk_was_full = not self._disk_was_full, True
         if first:
@@ -206,7 +206,7 @@ class MetricsBus:
 
 
 def observed(values: Mapping[str, Value]) -> Iterator[tuple[str, float | dict[str, list[float]]]]:
-    """Yield the names and values of a record, sorted, except those that were not observed."""
+    """Yield the names and values of a record, sorted by name; metrics that were not observed are left out."""
     for name, metric in sorted(values.items()):
         value = metric.value()
         if isinstance(metric, Sketch):
@@ -219,7 +219,7 @@ def _no_space(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in NO_SPACE
 
 
-_Item = tuple[str, Record | list[Span] | threading.Event]  # method of the sink or "wait", its argument
+_Item = tuple[str, Record | list[Span] | threading.Event]  # (method of the sink or "wait", its argument)
 
 
 class _Worker:

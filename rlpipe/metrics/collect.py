@@ -5,7 +5,7 @@ from the trajectories of the same step, so that they can be compared. Masked tra
 failures) enter only `env/masked`, `env/retries` and `env/exit/*`.
 
 Reads from `Trajectory.info`: submitted, changed (bool), exit_reason, tamper (str), retries (int),
-sandbox_seconds (float). Every other number there becomes a metric by its name, see `InfoMetrics`.
+sandbox_seconds (float). Every other number in `info` becomes a metric with its name, see `InfoMetrics`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlpipe.metrics.statistics import cr1_error
 from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, Value, stats
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
-SOLVED = 1.0  # a reward from here on counts as solved
+SOLVED = 1.0  # an instance is solved if its reward is at least this
 _WINDOW = 16  # tokens, about a short sentence
-MAX_INFO = 32  # names of numbers in `info` that become metrics
-_OWN_INFO = ("submitted", "changed", "retries", "sandbox_seconds")  # have metrics of other names
+MAX_INFO = 32  # maximal number of names in `info` that become metrics
+_OWN_INFO = ("submitted", "changed", "retries", "sandbox_seconds")  # become metrics with other names
 
 
 def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[str, Value]:
@@ -35,9 +35,9 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
 
     Args:
         groups: the groups about to be trained on.
-        trainer_version: policy version of the trainer when it starts on them.
+        trainer_version: policy version of the trainer when the step starts.
     Returns:
-        critic/{score,rewards}, lengths, turns, rollout/entropy, spec/*, env/*, staleness; by name.
+        Metrics by name: critic/{score,rewards}, lengths, turns, rollout/entropy, spec/*, env/*, staleness.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     # Masked trajectories are not trained on, so they count only as masked.
@@ -75,7 +75,7 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
 
 
 def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
-    """Compute the acceptance of speculative decoding from its sums; {} without verify steps.
+    """Compute acceptance metrics of speculative decoding from summed counts; {} without verify steps.
 
     >>> counts = SpecCounts(drafted=[4, 3], accepted=[3, 1], verify_steps=4, proposed=8)
     >>> values = spec_metrics(counts)
@@ -100,7 +100,7 @@ def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
 
 
 def member_metrics(groups: Sequence[Group], members: Iterable[str]) -> dict[str, Value]:
-    """Compute the metrics of the members of a mixture (`env.mix`), whose instances are "MEMBER/ID"."""
+    """Compute the metrics of each member of `env.mix`; the instance ids of a member are "MEMBER/ID"."""
     values: dict[str, Value] = {}
     for member in members:
         own = [g for g in groups if g.prompt.instance_id.partition("/")[0] == member]
@@ -152,8 +152,8 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primar
 class InfoMetrics:
     """Means of the numbers that environments give in `info`, by name: `env/info/NAME`, `val/SPLIT/info/NAME`.
 
-    The first `MAX_INFO` names of a run are taken, so that an id used as a name cannot flood the metrics; the
-    first name beyond is an event. event: as `MetricsBus.event`.
+    Only the first `MAX_INFO` names of a run become metrics, so that ids used as names cannot flood them. The
+    first name that is left out causes an event. event: called like `MetricsBus.event`.
     """
 
     def __init__(self, event: Callable[..., None]) -> None:
@@ -162,12 +162,12 @@ class InfoMetrics:
         self._is_full = False
 
     def training(self, groups: Sequence[Group]) -> dict[str, Value]:
-        """Return the means over the trajectories of a training step that have a number of that name."""
+        """Return the mean of each number over the trajectories of a training step that report it."""
         trajectories = [t for g in groups for t in g.trajectories]
         return {f"env/info/{name}": mean for name, mean in self._means(trajectories).items()}
 
     def validation(self, split: str, trajectories: Sequence[Trajectory]) -> dict[str, Value]:
-        """Return the same for a held-out set."""
+        """Return the mean of each number over the trajectories of a held-out set that report it."""
         return {f"val/{split}/info/{name}": mean for name, mean in self._means(trajectories).items()}
 
     def _means(self, trajectories: Sequence[Trajectory]) -> dict[str, Mean]:
@@ -191,7 +191,8 @@ class InfoMetrics:
 def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | None:
     """Return the standard error of the mean reward when attempts at one instance are correlated.
 
-    It is `cr1_error` of r_ij - mean over N, for G instances and N attempts. None below two instances.
+    It is `cr1_error` of the residuals r_ij - mean(r), divided by N, the number of attempts; each of the G
+    instances is a cluster. None with fewer than two instances.
 
     >>> clustered_standard_error([("a", 0.0), ("b", 1.0), ("c", 0.0), ("d", 1.0)])
     0.28867513459481287
@@ -209,12 +210,12 @@ def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | No
 
 
 def pass_rates(rewards: Iterable[tuple[str, float]]) -> dict[int, Mean]:
-    """Estimate pass@k for k = 2, 4, 8, ...: that one of k attempts at an instance is solved.
+    """Estimate pass@k for k = 2, 4, 8, ...: the probability that one of k attempts at an instance solves it.
 
         pass@k = mean over instances of 1 - C(n - c, k) / C(n, k)
 
-    for c solved of n attempts, unbiased (Chen et al. 2107.03374, Eq. 1). Instances with fewer than k attempts
-    do not count; a k that no instance has is left out. k = 1 is the share that is solved.
+    where c of n attempts are solved; unbiased (Chen et al. 2107.03374, Eq. 1). Instances with fewer than k
+    attempts do not count. A k that exceeds the attempts at every instance is left out. pass@1 is solve_rate.
 
     >>> rates = pass_rates([("a", 1.0), ("a", 0.0), ("a", 0.0), ("b", 0.0), ("b", 0.0)])
     >>> {k: (rate.total, rate.count) for k, rate in rates.items()}
@@ -276,7 +277,7 @@ def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:
 
 
 def _spec_range(trajectories: Iterable[Trajectory]) -> dict[str, Value]:
-    """Return the least and the greatest acceptance length of a trajectory (Bebop Fig. 14a)."""
+    """Return the smallest and largest acceptance length of any trajectory (Bebop Fig. 14a)."""
     lengths = [t.spec.acceptance_length for t in trajectories if t.spec.verify_steps]
     if not lengths:
         return {}
@@ -284,7 +285,7 @@ def _spec_range(trajectories: Iterable[Trajectory]) -> dict[str, Value]:
 
 
 def _num_accepted(counts: SpecCounts) -> Histogram:
-    """Count verify steps by number of accepted drafts; accepted[k]: steps that accepted more than k."""
+    """Count verify steps by number of accepted drafts; counts.accepted[k]: steps that accepted over k."""
     at_least = [counts.verify_steps, *counts.accepted, 0]
     edges = [k - 0.5 for k in range(len(at_least))]
     return Histogram(tuple(edges), [a - b for a, b in pairwise(at_least)])
@@ -303,7 +304,7 @@ def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
 
 def _tampering(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
     graded = [t for t in trajectories if "changed" in t.info]
-    # The share among solved ones matters most: these rewards may come from the tampering.
+    # Tampering in solved trajectories matters most, because their rewards may come from it.
     solved = ["tamper" in t.info for t in graded if t.reward >= SOLVED]
     share = {"env/tamper": Mean.of("tamper" in t.info for t in graded)} if graded else {}
     return share | ({"env/tamper_solved": Mean.of(solved)} if solved else {})

@@ -3,7 +3,7 @@
 Owns the terminal during a run. On a terminal: a header, one aligned row per step that stays in the
 scrollback, and below it a live panel with trends, progress and the current phase. Elsewhere
 (a file, a CI log): one plain ASCII line per step or event, no control codes. Reads committed records
-and events; computes only trends and the time left. rich is imported when the sink opens.
+and events; computes only trends and the time left. The library rich is imported when the sink opens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24  # steps in a trend
-SPLIT_EVERY = 10  # steps between two lines on why acceptance moved
+SPLIT_EVERY = 10  # steps between two lines that explain the change of acceptance
 SPLIT = "acceptance_split"
 SPLIT_PARTS = {"entropy": "entropy", "mismatch": "draft", "staleness": "staleness", "contexts": "contexts"}
 TITLES_EVERY = 24  # rows after which the column titles are repeated
@@ -35,7 +35,7 @@ SHOWN_EVENTS = (
     "acceptance",
     "checkpoint",
     "resumed",
-)  # of level info; warnings and faults are always displayed
+)  # displayed events of level info; warnings and faults are always displayed
 REWARD = "critic/rewards/mean"
 SAMPLE_WIDTH = 100  # characters of a sample's prompt, and of its answer
 MARKS = {Level.INFO: ("·", "dim"), Level.WARNING: ("!", "yellow"), Level.FAULT: ("✗", "bold red")}
@@ -48,8 +48,8 @@ class Header:
     title: name of the run.
     details: (label, text) lines below the title.
     total_steps: number of steps of the run.
-    baseline: held-out reward that a continued run began with, before this process.
-    trains_draft: whether the run trains a draft instead of the policy; it has other columns.
+    baseline: first held-out reward of a continued run, measured by an earlier process; None if there is none.
+    trains_draft: whether the run trains a draft model instead of the policy; this selects the columns.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Header:
 
 @dataclass(slots=True, frozen=True)
 class _Column:
-    """title, width: of the column. style: rich style. cell: text of a record."""
+    """A column of the table. width: characters. style: rich style. cell: returns the text for a record."""
 
     title: str
     width: int
@@ -70,7 +70,7 @@ class _Column:
 
 
 def _short(value: float, spec: str = ".3f") -> str:
-    """Format a number, with an exponent where it would fill the line."""
+    """Format a number; use an exponent if it would be too long otherwise."""
     return format(value, spec if abs(value) < 1e9 else ".3g")
 
 
@@ -97,7 +97,7 @@ def _validated_sets(record: dict[str, Any]) -> list[str]:
 
 
 def _split(record: dict[str, Any]) -> str:
-    """Return the change of acceptance since the early phase as a sum; "" where the record has none."""
+    """Return the change of acceptance since the early phase, as a sum of its causes; "" if not recorded."""
     if (total := record.get(f"{SPLIT}/total")) is None:
         return ""
 
@@ -137,7 +137,7 @@ COLUMNS = (
     _Column("tokens/s", 9, "", _number("perf/tokens_per_s/rollout", ",.0f")),
     _Column("s/step", 7, "", _number("timing_s/step", ".1f")),
 )
-DRAFT_COLUMNS = (  # of a run that trains a draft
+DRAFT_COLUMNS = (  # columns of a run that trains a draft model
     _Column("loss", 7, "bold green", _number("mtp/loss", ".3f")),
     _Column("accept. by depth", 20, "magenta", _by_depth),
     _Column("s/step", 7, "", _number("timing_s/step", ".1f")),
@@ -202,7 +202,7 @@ class ConsoleSink:
         self._trend_rows = DRAFT_TRENDS if header.trains_draft else TRENDS
         self._trends = {name: deque(maxlen=TREND) for _, name, _, _ in self._trend_rows}
         self._validations: list[dict[str, Any]] = []
-        self._since, self._validated_in = self._started, 0.0  # of the phase; seconds of the last validation
+        self._since, self._validated_in = self._started, 0.0  # phase's start; seconds of a validation
 
     def open(self) -> None:
         """Print the header; on a terminal, start the live panel."""
@@ -231,7 +231,7 @@ class ConsoleSink:
     def record(self, record: dict[str, Any]) -> None:
         """Print one row (or line) for the step."""
         self._step = record[STEP]
-        if self._clock[-1][0] > self._step or not self._rows:  # resumed, or the first: no pace is known yet
+        if self._clock[-1][0] > self._step or not self._rows:  # after a resume, or at first: pace unknown
             self._clock.clear()
         self._clock.append((self._step, record["time"]))
 
@@ -257,7 +257,7 @@ class ConsoleSink:
             self._plain(self._line(record))
         self._rows += 1
 
-        # The column of a row has room for the primary set only.
+        # The validation column shows only the primary set.
         if names := _validated_sets(record):
             sets = "  ".join(f"{name} {_validation(record, f'val/{name}')}" for name in names)
             self._detail(f"held-out: {sets}", "cyan")
@@ -313,7 +313,7 @@ class ConsoleSink:
             self._terminal.print(hint) if self._fancy else self._plain(hint)
 
     def _detail(self, text: str, style: str) -> None:
-        """Print an indented line, folded on a terminal so that nothing of it is cut."""
+        """Print an indented line; on a terminal, wrap it so that nothing is cut off."""
         if not self._fancy:
             self._plain(f"  {text}")
             return

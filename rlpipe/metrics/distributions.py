@@ -1,7 +1,7 @@
 """Values that carry a full distribution: `Histogram` (bounds known beforehand), `Sketch` (any quantile).
 
-Owns their merge and their form in a record. Both merge by adding counts, so the result equals that of a
-single process with all observations, in any order. Flow: as in values.py.
+Owns their merge and their form in a record. Both merge by adding counts, so a merged result is the same as
+if one process had counted all observations, in any order. The flow is described in values.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import ceil, exp, isfinite, isnan, log, nan
 class Histogram:
     """Counts between fixed bounds.
 
-    edges: n + 1 ascending bounds; bin i holds edges[i] <= x < edges[i + 1], the last one its upper bound too.
+    edges: n + 1 ascending bounds. Bin i holds edges[i] <= x < edges[i + 1]; the last bin includes edges[n].
     counts: n counts. Observations outside the bounds count in the first or last bin.
     """
 
@@ -70,10 +70,12 @@ SKETCH_PARTS = ("count", "mean", "min", *QUANTILES, "max")
 class Sketch:
     """Quantiles of any numbers, within 1% of the true value (DDSketch: Masson, Rim, Lee 2019, Section 2).
 
-    x > 0 falls in bin i = ceil(log x / log g), g = (1 + e) / (1 - e), whose estimate 2 g^i / (g + 1) is
-    within e x of it. Merging adds the counts of equal bins: it is exact, in any order.
+    x > 0 falls in bin i = ceil(log x / log g), where g = (1 + e) / (1 - e). The bin's estimate,
+    2 g^i / (g + 1), differs from x by at most e x. Merging adds the counts of equal bins, so it is exact in
+    any order.
 
-    positive, negative: counts by bin of |x|. zeros: |x| <= SKETCH_TINY. broken: NaN and infinities.
+    positive, negative: counts by bin of |x|. zeros: count of |x| <= SKETCH_TINY. broken: count of NaN and
+    infinities.
     """
 
     count: float = 0.0
@@ -159,7 +161,7 @@ class Sketch:
 
 
 def _middle(n: int) -> float:
-    """Return the estimate of bin n, whose relative distance to both bounds is equal."""
+    """Return the estimate of bin n: the number with equal relative distance to both bounds."""
     return 2 / (exp(_LOG_GAMMA) + 1) * exp(n * _LOG_GAMMA)
 
 
@@ -167,7 +169,7 @@ def extreme(observations: Iterable[float | None], pick: Callable[..., float | No
     """Return the min or max of the observations; NaN if one is NaN, None if there are none."""
     seen = [float(x) for x in observations if x is not None]
 
-    # With a NaN among them, max() and min() would depend on the order.
+    # If one is NaN, the result of max() and min() would depend on the order.
     if any(isnan(x) for x in seen):
         return nan
     return pick(seen, default=None)

@@ -1,7 +1,8 @@
-"""The dashboard for Grafana, over the metrics that the Prometheus endpoint serves.
+"""The Grafana dashboard of the metrics that the Prometheus endpoint serves.
 
-Owns the file: the charts of TensorBoard's layout as panels of `{__name__=~"rlpipe_..."}`. Import it in
-Grafana (Dashboards, New, Import) and choose the Prometheus that scrapes the run.
+Owns the dashboard file: each chart of the TensorBoard layout is a panel that queries
+`{__name__=~"rlpipe_..."}`. Import the file in Grafana (Dashboards, New, Import) and choose the Prometheus
+server that scrapes the run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rlpipe.metrics.tensorboard import LAYOUT
 
 NAME = "grafana.json"
 SOURCE = {"type": "prometheus", "uid": "${source}"}
-HEIGHT, WIDTH = 8, 12  # of a panel, in the grid of 24 columns
+HEIGHT, WIDTH = 8, 12  # size of a panel, in Grafana's grid of 24 columns
 
 
 def dashboard() -> dict[str, Any]:
@@ -42,13 +43,13 @@ def dashboard() -> dict[str, Any]:
 
 
 def write_dashboard(path: Path) -> None:
-    """Write the dashboard."""
+    """Write the dashboard to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dashboard(), indent=1) + "\n")
 
 
 def _panel(title: str, tags: list[str], place: dict[str, int]) -> dict[str, Any]:
-    """Return a time series panel of some metrics at a place of the grid."""
+    """Return a time series panel of the metrics that match `tags`. place: its position in the grid."""
     targets = [
         {
             "refId": chr(ord("A") + n),
@@ -69,7 +70,9 @@ def _panel(title: str, tags: list[str], place: dict[str, int]) -> dict[str, Any]
 
 
 def _names(tag: str) -> str:
-    r"""Return the expression for the gauges of a tag's expression; Prometheus anchors it, in a quoted string.
+    r"""Convert a regular expression of TensorBoard tags to one of Prometheus gauges.
+
+    Prometheus anchors it and reads it from a quoted string, so the result has no ^, $ or backslash.
 
     >>> _names(r"^spec/acceptance_rate/depth_\d+$"), _names("^val/([^/]+/)?reward$")
     ('rlpipe_spec_acceptance_rate_depth_[0-9]+', 'rlpipe_val_(.+_)?reward')

@@ -1,8 +1,8 @@
-"""The two JSONL files of a run directory: metrics.jsonl and events.jsonl, written and read.
+"""Writes and reads the two JSONL files of a run directory: metrics.jsonl and events.jsonl.
 
 Owns the file format, one JSON object per line. A line is appended with one write, so readers of a
-running run see complete lines; one cut by a crash or a full disk is closed off before the next line is
-appended, and readers skip and count it.
+running run see complete lines. If a crash or a full disk cuts a line, it gets a line end before the next line
+is appended, and readers skip and count it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 STEP = "training/global_step"
-# What fields of a line must be for its readers, where it has them, by the file's name.
+# Required types of the fields of a line, by file name. A field may be missing.
 SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "metrics.jsonl": {STEP: int, "time": (int, float)},
     "events.jsonl": {"kind": str, "level": str, "time": (int, float)},
@@ -30,10 +30,10 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
-        self._broken = False  # the last line has no end
+        self._broken = False  # the last line has no line end
 
     def open(self) -> None:
-        """Open for appending, after whatever an earlier run left."""
+        """Open for appending; an existing file is continued."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o644)
         size = os.fstat(self._file).st_size
@@ -60,7 +60,7 @@ class _JsonLines:
 
 
 class MetricsFile(_JsonLines):
-    """Sink of metrics.jsonl: records, no events."""
+    """A sink that writes records to metrics.jsonl."""
 
     name = "metrics.jsonl"
 
@@ -69,7 +69,7 @@ class MetricsFile(_JsonLines):
 
 
 class EventsFile(_JsonLines):
-    """Sink of events.jsonl: events, no records."""
+    """A sink that writes events to events.jsonl."""
 
     name = "events.jsonl"
 
@@ -80,8 +80,8 @@ class EventsFile(_JsonLines):
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read the objects of a file, and count the lines that are malformed; ([], 0) without a file.
 
-    Fields of the files of a run directory must have the types of SHAPES. Numbers that are not finite read as
-    None, and half characters (lone surrogates), which cannot be written again, as question marks.
+    Fields of the files of a run directory must have the types of SHAPES. Numbers that are not finite are read
+    as None. Lone surrogates cannot be written as UTF-8, so they are read as question marks.
     """
     if not path.is_file():
         return [], 0
@@ -117,10 +117,10 @@ def _finite(text: str) -> float | int | None:
 
 
 def truncate_records(run_dir: Path, step: int) -> list[str]:
-    """Cut off recorded steps that no checkpoint covers: a run resumed at `step` writes them again (0: all).
+    """Remove the records after `step` (0: all records), because a run resumed at `step` writes them again.
 
-    The files are truncated in place: that needs no space on the disk, and they may be open.
-    Returns the remaining lines that readers skip, as FILE:NUMBER.
+    The files are truncated in place: this needs no disk space, and works while the files are open.
+    Returns the malformed lines that remain, as FILE:NUMBER; readers skip them.
     """
     malformed = []
     for name, key in (("metrics.jsonl", STEP), ("trajectories.jsonl", "step")):

@@ -22,7 +22,7 @@ from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Spans, Sum, Value
 
 
 class Kind(StrEnum):
-    """Reduction of a metric over actors and micro-batches, and thereby which value types it takes."""
+    """Reduction of a metric over actors and micro-batches. It determines which value types are allowed."""
 
     AVERAGE = "average"  # Mean or Ratio: Σ / Σ
     SUM = "sum"
@@ -52,14 +52,14 @@ _TYPES: dict[Kind, tuple[type, ...]] = {
 }
 
 
-STATS = {"mean": Kind.AVERAGE, "max": Kind.MAX, "min": Kind.MIN}  # what a row of kind "stats" declares
+STATS = {"mean": Kind.AVERAGE, "max": Kind.MAX, "min": Kind.MIN}  # metrics of a row of kind "stats"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Metric:
-    """One declaration.
+    """Declaration of one metric, or of a family of metrics.
 
-    name: with `{placeholders}`. unit: "1" is a fraction or a pure number. definition: one sentence.
+    name: may contain `{placeholders}`. unit: "1" for a fraction or a pure number. definition: one sentence.
     source: verl, an equation, or rlpipe. produced_by: component that emits it.
     """
 
@@ -116,7 +116,7 @@ _extensions: list[Metric] = []
 
 
 def metrics() -> Iterator[Metric]:
-    """Yield all declarations in page order; those of extensions come last."""
+    """Yield all declarations in page order; declarations of extensions come last."""
     for section in SECTIONS:
         yield from section.metrics
     yield from _extensions
@@ -139,9 +139,9 @@ def declare(metric: Metric) -> None:
 
 @cache
 def declared(name: str) -> Metric:
-    """Return the declaration of a name; an exact name wins over a pattern, an earlier pattern over a later.
+    """Return the declaration of a name: the exact name if there is one, else the first pattern that matches.
 
-    Raises ValueError when there is none.
+    Raises ValueError when the name is not declared.
 
     >>> declared("spec/acceptance_rate/depth_2").kind
     <Kind.AVERAGE: 'average'>
@@ -162,7 +162,7 @@ def declared(name: str) -> Metric:
 
 @cache
 def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
-    """Return metrics by name, and patterns of those with placeholders."""
+    """Return the metrics without placeholders by name, and the others with the pattern of their names."""
     exact: dict[str, Metric] = {}
     patterns: list[tuple[re.Pattern[str], Metric]] = []
     for metric in metrics():

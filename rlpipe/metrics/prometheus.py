@@ -1,8 +1,9 @@
-"""The Prometheus endpoint: http://HOST:PORT/metrics has the newest value of every metric; /healthz the state.
+"""The Prometheus endpoint http://HOST:PORT/metrics: serves the newest value of every metric.
 
-Owns the server and the names: `spec/acceptance_length` is the gauge `rlpipe_spec_acceptance_length`, its
-help text the declaration. A value stays until a newer one replaces it, so validation rewards are also served
-between validations. Events are counted by kind and level. A scrape reads what is in memory and never waits.
+Owns the server, which also serves the state of the run at /healthz, and the names of the gauges:
+`spec/acceptance_length` becomes `rlpipe_spec_acceptance_length`, with the metric's definition as its help
+text. A value stays until a newer one replaces it, so validation rewards are also served between validations.
+Events are counted by kind and level. A scrape reads values in memory and never waits.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from rlpipe.metrics.names import declared
 
 
 class PrometheusSink:
-    """The endpoint. host, port: its address; with port 0 a free one is used, which `port` then holds.
+    """A sink that serves its values. host, port: address; port 0 takes a free port and sets `port` to it.
 
-    dashboard: file for Grafana's dashboard of these metrics; None for none. run: its name. quiet_s: seconds
-    without a step after which /healthz answers 503 (0: never), three times as many before the first step.
+    dashboard: file to which the Grafana dashboard is written, or None. run: name of the run. quiet_s: seconds
+    without a step after which /healthz answers 503 (0: never); three times as many before the first step.
     """
 
     name = "prometheus"
@@ -47,7 +48,7 @@ class PrometheusSink:
         self._thread: Any = None
 
     def open(self) -> None:
-        """Start to serve.
+        """Start the server.
 
         Raises ValueError when prometheus_client is missing, OSError when the port is taken.
         """
@@ -86,7 +87,7 @@ class PrometheusSink:
             self._thread.join()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the run is in progress, and its state: running, stalled, or how it ended."""
+        """Return whether the run makes progress, and its state: running, stalled, or its outcome."""
         quiet = time.monotonic() - self._last_step
         limit = self._quiet_s if self._values else 3 * self._quiet_s
         state = self._outcome or ("stalled" if limit and quiet > limit else "running")
@@ -136,13 +137,13 @@ class PrometheusSink:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers each request in a thread."""
+    """Answers each request in a separate thread."""
 
     daemon_threads = True
 
 
 class _Handler(WSGIRequestHandler):
-    """Writes no line for a request."""
+    """Handles requests without logging them."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing."""

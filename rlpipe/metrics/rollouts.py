@@ -1,8 +1,8 @@
-"""A few trajectories of every step, token by token: RUN/rollouts/step_N.jsonl, written and read.
+"""Writes and reads RUN/rollouts/step_N.jsonl: a few trajectories of every step, token by token.
 
-Owns the format (docs/run_directory.md): tokens with logprob, entropy, version and the depth at which they
-were accepted, the verify steps, and the texts of the turns. Flow: `Trajectory` -> `rollout_record` -> file ->
-`read_rollouts` -> analysis and viewer.
+Owns the format (docs/run_directory.md): tokens with logprob, entropy, version and draft depth, the verify
+steps, and the texts of the turns. Flow: `Trajectory` -> `rollout_record` -> file -> `read_rollouts` ->
+analysis and viewer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NOT_INFO = ("turns", "token_texts")
 
 
 class Recorder:
-    """Writes files of lines; after the first disk error it emits one event and stops writing.
+    """Writes JSONL files; after the first disk error it emits one event and stops writing.
 
-    event: as `MetricsBus.event`. A full disk must not end a run.
+    A full disk must not end a run. event: called like `MetricsBus.event`.
     """
 
     def __init__(self, event: Callable[..., None]) -> None:
@@ -39,7 +39,7 @@ class Recorder:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
 
-            # A reader never sees an incomplete file: it is renamed when all of it is written.
+            # The file gets its final name once it is complete, so that no reader sees an incomplete file.
             part = file.with_suffix(".part")
             lines = (json.dumps(item, separators=(",", ":"), default=str) + "\n" for item in items)
             part.write_text("".join(lines))
@@ -50,17 +50,17 @@ class Recorder:
 
 
 class RolloutFiles:
-    """Writes `count` trajectories a step: the first attempt of each of the first groups."""
+    """Writes `count` trajectories per step: the first attempt of each of the first `count` groups."""
 
     def __init__(self, run_dir: Path, count: int, recorder: Recorder) -> None:
         self._folder, self._count, self._recorder = run_dir / FOLDER, count, recorder
 
     def recorded(self, groups: Sequence[Group]) -> list[Trajectory]:
-        """Return the trajectories of a step's groups that `write` would record."""
+        """Return those trajectories of a step that `write` would record."""
         return [group.trajectories[0] for group in groups[: self._count] if group.trajectories]
 
     def write(self, step: int, groups: Sequence[Group], trainer_version: int) -> None:
-        """Write the file of a step, complete or not at all; a count of 0 writes none."""
+        """Write the file of a step, completely or not at all; with `count` 0, write no file."""
         written = [group.trajectories for group in groups[: self._count] if group.trajectories]
         if written:
             lines = [
@@ -105,7 +105,7 @@ def rollout_record(trajectory: Trajectory, step: int, trainer_version: int) -> d
 
 
 def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> list[int]:
-    """Return per token the depth of its accepted draft, 0 if the target sampled it, -1 if it was not sampled.
+    """Return for each token its depth as an accepted draft, 0 if the target sampled it, -1 if not sampled.
 
     >>> step = DraftStep(position=2, tokens=[7, 8], target_probs=[1, 1], draft_probs=[1, 1], num_accepted=1)
     >>> accepted_depths([0, 1, 1, 1], [step])
@@ -126,7 +126,7 @@ def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> li
 
 def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return role, text and token span of every message, in order."""
-    # A maximal run of equal mask values is one span: 1 for sampled tokens, 0 for prompts and observations.
+    # Consecutive tokens with equal mask values form one span (1: sampled, 0: prompt or observation).
     spans, start = [], 0
     for sampled, run in groupby(trajectory.loss_mask.tolist()):
         length = len(list(run))

@@ -1,7 +1,7 @@
-"""A run directory read back: series, events, settings and trajectories, for reports and analysis.
+"""Reads a run directory for reports and analysis: series, events, settings and trajectories.
 
-Owns reading, and tolerates the files of a crashed run (no steps, a truncated line, no config), because then a
-report is needed most. Flow: files -> `RunData` -> figures and tables.
+Tolerates the files of a crashed run (no steps, a truncated line, no config), because a report is needed most
+after a crash. Flow: files -> `RunData` -> figures and tables.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Points = tuple[list[int], list[float]]
 class RunData:
     """The content of one run directory.
 
-    path, name: of the directory. records: one per step, in order. events: in order of time.
-    settings: config.yaml, parsed ({} if that fails); config_text: its text. trajectories: as recorded.
-    broken_lines: lines of the JSONL files that could not be read.
-    seeds: the runs that this one is the mean of; [] for a run as recorded.
+    path, name: path and name of the directory. records: one per step, in order. events: in order of time.
+    settings: config.yaml, parsed ({} if that fails); config_text: its text. trajectories: the recorded ones.
+    broken_lines: number of lines of the JSONL files that could not be read.
+    seeds: the averaged runs, if this is a mean of several runs; else [].
     """
 
     path: Path
@@ -42,7 +42,7 @@ class RunData:
     seeds: list[RunData] = field(default_factory=list)
 
     def series(self, name: str) -> Points:
-        """Return the steps and values of a metric, where it was observed and finite."""
+        """Return the steps at which a metric was observed and finite, and its values there."""
         seen = [(r[STEP], r[name]) for r in self.records if isinstance(r.get(name), (int, float))]
         return [step for step, _ in seen], [float(value) for _, value in seen]
 
@@ -53,8 +53,8 @@ class RunData:
     def coarse(self, window: int) -> RunData:
         """Return the run with every `window` steps merged into one record, for plots of long runs.
 
-        A value becomes the mean of those observed in the window (the extreme, if the name ends in /max
-        or /min) at the window's last step; step 0 is not merged.
+        Each metric becomes the mean of its values in the window (the extreme, if its name ends in /max or
+        /min), recorded at the window's last step; step 0 is not merged.
         """
         groups: dict[int, list[dict[str, Any]]] = {}
         for record in self.records:
@@ -63,25 +63,25 @@ class RunData:
 
     @property
     def steps(self) -> int:
-        """Training steps done."""
+        """Number of training steps done."""
         return max((r[STEP] for r in self.records), default=0)
 
     @property
     def planned_steps(self) -> int | None:
-        """Number of training steps in the settings; None when they cannot be read."""
+        """Number of training steps that the settings request; None when the settings cannot be read."""
         run = self.settings.get("run")
         steps = run.get("steps") if isinstance(run, dict) else None
         return steps if isinstance(steps, int) else None
 
     @property
     def outcome(self) -> str:
-        """done, stopped, interrupted or failed; "no end" of a run that was killed or is still running."""
+        """How the run ended: done, stopped, interrupted or failed; "no end" if killed or still running."""
         last = [e for e in self.events if e.get("kind") in ("start", "end")][-1:]
         return str(last[0].get("outcome", "done")) if last and last[0]["kind"] == "end" else "no end"
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds from each start to the last record or event before the next one, summed."""
+        """Seconds that the processes of the run took, each from its start to its last record or event."""
         starts = [e["time"] for e in self.events if e.get("kind") == "start" and "time" in e]
         times = sorted(x["time"] for x in (*self.records, *self.events) if "time" in x)
 
@@ -103,7 +103,7 @@ class RunData:
 def load_run(path: str | Path) -> RunData:
     """Read a run directory, complete or not.
 
-    Raises ValueError when it is not one.
+    Raises ValueError when `path` is not a run directory.
     """
     path = Path(path)
     known = ("metrics.jsonl", "events.jsonl", "config.yaml")
@@ -131,7 +131,7 @@ def load_run(path: str | Path) -> RunData:
 
 
 def _one_per_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the records of each step: late validation and resumed runs write a step again, the later wins."""
+    """Merge records of the same step (from late validation or a resumed run); later values win."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in records:
         if isinstance(record.get(STEP), (int, float)):
@@ -141,13 +141,13 @@ def _one_per_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _merged(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one record for several of the same step: max and min stay, other values are averaged."""
+    """Merge records of several steps into one: metrics named max or min keep the extreme, others the mean."""
     merged: dict[str, Any] = dict(records[-1])
 
     for name in {name for record in records for name in record} - {STEP, "time"}:
         values = [r[name] for r in records if isinstance(r.get(name), (int, float))]
         if values:
-            # The mean of several maxima is not a maximum; the other values are averaged.
+            # The mean of several maxima would not be a maximum.
             pick = {"max": max, "min": min}.get(name.rsplit("/", 1)[-1], fmean)
             merged[name] = pick(values)
 

@@ -1,4 +1,4 @@
-"""One answer from each validated set, for display. Imports no torch.
+"""One answer of the model from each held-out set, for display. Imports no torch.
 
 Owns the fields of the event `sample`. The instance is always the first of its set, so that the model's
 answers before and after training can be compared.
@@ -11,11 +11,11 @@ from typing import TypedDict
 
 from rlpipe.types import Trajectory, TrajectoryStatus
 
-_MAX_CHARACTERS = 600  # of the prompt, and of the answer
+_MAX_CHARACTERS = 600  # of the prompt, and also of the answer
 
 
 class Sample(TypedDict):
-    """split: held-out set. prompt: of the user. answer: last turn of the model. reward: of the attempt."""
+    """split: held-out set. prompt: user's message. answer: model's last turn. reward: of this attempt."""
 
     split: str
     prompt: str
@@ -24,7 +24,7 @@ class Sample(TypedDict):
 
 
 def first_sample(split: str, trajectories: Sequence[Trajectory]) -> Sample | None:
-    """Return the first finished attempt of a held-out set as texts; None without one, or without texts."""
+    """Return the first finished attempt of a held-out set that has texts; None if there is none."""
     for trajectory in trajectories:
         turns = trajectory.info.get("turns", [])
         prompts = [turn["text"] for turn in turns if turn.get("role") == "user"]

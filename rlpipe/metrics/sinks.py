@@ -1,8 +1,8 @@
-"""The choice of a run's sinks, and the only import of Weights & Biases.
+"""Chooses the sinks of a run (`make_sinks`), and holds the only code that uses Weights & Biases.
 
-Owns the choice (`make_sinks`) and `WandbSink`; every other sink has a separate file: jsonl, console,
-trace, tensorboard, prometheus.
-A sink does its slow work (imports, logins, the network) in `open`, on a separate thread: none delays a start.
+Owns the choice and `WandbSink`; every other sink has a separate file: jsonl, console, trace, tensorboard,
+prometheus. A sink does its slow work (imports, logins, the network) in `open`, on a separate thread, so no
+sink delays the start of a run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rlpipe.metrics.trace import TraceFile
 
 logger = logging.getLogger(__name__)
 
-_INIT_S = 15.0  # until W&B's server accepts a run
+_INIT_S = 15.0  # timeout until W&B's server accepts a run
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """Return the sinks that a run's settings name; metrics.jsonl always. The bus owns the file of events."""
+    """Return `MetricsFile` and the sinks that the settings name. The bus itself writes events.jsonl."""
     sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl")]
     header = run_header(config, run_dir)
     sinks.append(ConsoleLog(header, run_dir / CONSOLE_LOG))
@@ -78,7 +78,7 @@ def run_header(config: Config, run_dir: Path) -> Header:
 
 
 def _work(config: Config) -> tuple[str, str]:
-    """Return label and text of the work of a step, for the console's header."""
+    """Return a label and a text that describe the work of one step, for the console's header."""
     if config.task is Task.MTP_ADAPT:
         anchors = "" if config.draft.windows else f", {config.draft.anchors} anchors"
         objective = f"{config.draft.objective}{anchors}"
@@ -91,10 +91,10 @@ def _work(config: Config) -> tuple[str, str]:
 
 @dataclass(slots=True, kw_only=True)
 class WandbSink:
-    """Weights & Biases, its files in the run directory.
+    """A sink that logs to Weights & Biases; its files are in the run directory.
 
-    run_dir: holds wandb/ and the id under which a resumed run continues. mode: AUTO is online when an
-    API key is at hand, offline otherwise. config: displayed with the run.
+    run_dir: holds wandb/ and the id under which a resumed run continues. mode: AUTO means online if there is
+    an API key, else offline. config: settings that W&B displays with the run.
     """
 
     run_dir: Path
@@ -108,7 +108,7 @@ class WandbSink:
     def open(self) -> None:
         """Start the run.
 
-        Raises ValueError when mode is ONLINE and no API key is at hand.
+        Raises ValueError when mode is ONLINE and there is no API key.
         """
         has_key = logged_in()
         if self.mode is WandbMode.ONLINE and not has_key:
@@ -125,10 +125,10 @@ class WandbSink:
         (self.run_dir / "wandb").mkdir(parents=True, exist_ok=True)
         try:
             self._init(online=online)
-        # W&B raises errors of its own and of its HTTP library, some of them over many lines.
+        # W&B raises its own errors and those of its HTTP library, some with messages of many lines.
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
-            # Else its service prints a traceback when the run ends.
+            # Otherwise W&B's service would print a traceback when the run ends.
             wandb.teardown()
             if not online or self.mode is WandbMode.ONLINE:
                 raise ValueError(f"W&B did not start ({type(error).__name__}: {first})") from None
@@ -173,7 +173,7 @@ class WandbSink:
         )
 
     def close(self) -> None:
-        """Flush, end the run and the service process that W&B started for it."""
+        """Flush, then end the run and the service process that W&B started for it."""
         if self._run is not None:
             import wandb
 
@@ -189,7 +189,7 @@ class WandbSink:
 
 
 def default_entity() -> str:
-    """Return the user or team that W&B uses by default; queries the server, needs a login."""
+    """Return the user or team that W&B uses by default; needs a login, because it queries the server."""
     import wandb
 
     return wandb.Api().default_entity or ""

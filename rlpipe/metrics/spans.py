@@ -7,7 +7,7 @@ controller); concurrent work of one actor is in separate lanes, so the spans of 
     log.drain() -> {"trace/...": Spans, "perf/utilisation/...": Ratio}  with the actor's other metrics
 
 A span enters the trace when it ends; utilisation counts it while it is open, so every step has a value even
-if no span ends in it. Clocks: seconds since 1970, taken once per process and continued monotonically.
+if no span ends in it. Times are seconds since 1970, from a monotonic clock that each process sets once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from threading import Lock
 from rlpipe.metrics.values import Ratio, Span, Spans, Value
 
 _ORIGIN = time.time() - time.perf_counter()
-MAX_BUFFERED = 200_000  # spans between two drains; later ones are dropped
+MAX_BUFFERED = 200_000  # spans between two drains; further spans are dropped
 
 
 def now() -> float:
@@ -32,8 +32,8 @@ def now() -> float:
 class SpanLog:
     """Spans of one actor; thread-safe.
 
-    actor: its name in the trace, "rollout 0": the first word groups its metrics.
-    busy: kind of span -> metric of the share of the time in which at least one such span was open.
+    actor: its name in the trace, such as "rollout 0"; the first word groups its metrics.
+    busy: kind of span -> metric that reports the share of time in which at least one such span was open.
     """
 
     def __init__(self, actor: str, busy: Mapping[str, str] | None = None) -> None:
@@ -64,13 +64,13 @@ class SpanLog:
                 heappush(self._free, number)
 
     def drain(self) -> dict[str, Value]:
-        """Return the spans that ended since the last drain, and the busy share of the time since then."""
+        """Return the spans that ended since the last drain, and the busy shares of the time since then."""
         with self._lock:
             at = now()
             values: dict[str, Value] = {self._name: Spans(self._spans)}
             self._spans = []
 
-            # A span that is still open counts up to now, and from now on in the next drain.
+            # A span that is still open counts up to now; its remaining time counts in the next drain.
             for what, metric in self._metrics.items():
                 if self._open[what]:
                     self._seconds[what] += at - self._since[what]
@@ -81,7 +81,7 @@ class SpanLog:
         return values
 
     def _begin(self, what: str) -> float:
-        """Begin a span; return its time."""
+        """Begin a span; return the time of its start."""
         with self._lock:
             at = now()
             if what in self._open:

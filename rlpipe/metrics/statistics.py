@@ -1,7 +1,8 @@
 """Intervals, standard errors and quantiles that metrics, diagnosis, adaptation and the report share.
 
-Owns every statistic that needs only the standard library: metrics and the report's command start without
-numpy. Statistics that need arrays (robust slopes, series correlated in time) are in `rlpipe.diagnosis`.
+Owns every statistic that needs only the standard library, so that metrics and the report command start
+without numpy. Statistics that need arrays (robust slopes, series correlated in time) are in
+`rlpipe.diagnosis`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from math import cos, expm1, hypot, nan, pi, sqrt
 from statistics import NormalDist
 
-Z95 = 1.96  # from the middle to an end of a 95% interval, in standard errors
+Z95 = 1.96  # half width of a 95% interval, in standard errors
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +32,7 @@ class Interval:
         return self.low <= truth <= self.high
 
     def times(self, factor: float) -> Interval:
-        """Return the interval of a multiple; 0 times an unbounded end is 0."""
+        """Return the interval multiplied by a factor; 0 times an unbounded end is 0."""
         ends = [end * factor if factor else 0.0 for end in (self.low, self.high)]
         return Interval(self.value * factor, min(ends), max(ends))
 
@@ -41,7 +42,7 @@ class Interval:
         return Interval(self.value, self.value - low, self.value + high)
 
     def __sub__(self, other: Interval) -> Interval:
-        """Return the interval of a difference of independent estimates.
+        """Return the interval of the difference of two independent estimates.
 
         Source: MOVER; for the difference of two rates it is Newcombe's interval (1998, method 10).
         """
@@ -58,7 +59,7 @@ class Estimate:
     value: nan without observations.
     se: standard error, nan where it is unknown.
     df: degrees of freedom.
-    level: probability that the interval covers, 0.99 for 99%.
+    level: probability that the interval covers the true value, such as 0.99.
     """
 
     value: float
@@ -83,7 +84,7 @@ class Estimate:
 
     @property
     def interval(self) -> Interval:
-        """The interval, without the error that it comes from."""
+        """The value and its interval, without standard error and degrees of freedom."""
         return Interval(self.value, self.low, self.high)
 
 
@@ -98,7 +99,7 @@ def cr1_error(sum_of_squares: float, clusters: int) -> float:
     Returns:
         The error; nan below two clusters.
     Source: the cluster-robust variance of an intercept with the small-sample factor CR1 (MacKinnon and
-        White 1985). With one residual a cluster, and the sum divided by G, it is sd / sqrt(G).
+        White 1985). With one residual in each cluster, the result divided by G is sd / sqrt(G).
     """
     return sqrt(clusters / (clusters - 1) * sum_of_squares) if clusters > 1 else nan
 
@@ -117,7 +118,7 @@ def wilson(rate: float, size: float) -> Interval:
 
 
 def t_quantile(probability: float, df: float) -> float:
-    """Return a quantile of Student's t, to 1e-3 for df >= 3; nan for df < 1.
+    """Return a quantile of Student's t, accurate to 1e-3 for df >= 3; nan for df < 1.
 
     Args:
         probability: above 1/2.
@@ -143,7 +144,7 @@ def t_quantile(probability: float, df: float) -> float:
     d = ((94.5 / (b + c) - 3) / b + 1) * sqrt(a * pi / 2) * df
     y = (d * two_tails) ** (2 / df)
 
-    # Expansion about the normal quantile, except far out in the tail.
+    # Expand around the normal quantile, except far out in the tail.
     if y > 0.05 + a:
         x = NormalDist().inv_cdf(two_tails / 2)
         y = x * x

@@ -1,8 +1,8 @@
 """The TensorBoard sink: `tensorboard --logdir RUN/tensorboard`.
 
-Owns the event files, through tensorboardX (writing needs neither TensorFlow nor torch). In a resumed run
-the first record purges all steps from its own on, so steps that are written again replace the earlier ones.
-`LAYOUT` is the tab "Custom scalars": the charts that answer most questions about a run.
+Owns the event files, written by tensorboardX (this needs neither TensorFlow nor torch). In a resumed run the
+first record hides all earlier points from its step on, so that steps that are written again replace them.
+`LAYOUT` defines the tab "Custom scalars": the charts that answer most questions about a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYOUT = {
 
 
 class TensorBoardSink:
-    """Records as scalars and histograms under the names of the metrics."""
+    """A sink that writes records as scalars and histograms, under the names of the metrics."""
 
     name = "tensorboard"
 
@@ -65,7 +65,7 @@ class TensorBoardSink:
 
         step, wall = int(record[STEP]), record["time"]
 
-        # Opened here, because the first step decides which points of an earlier start are hidden.
+        # The writer opens here, because the first step decides which points of an earlier process are hidden.
         if self._writer is None:
             self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
             self._writer.add_custom_scalars(LAYOUT)
@@ -89,7 +89,7 @@ class TensorBoardSink:
     def _histogram(
         self, name: str, edges: list[float], counts: list[float], *, step: int, wall: float
     ) -> None:
-        """Write the upper bound of each bin, as TensorBoard has it; the sums are of bin centres."""
+        """Write a histogram; sums are computed from bin centres, and TensorBoard takes only upper bounds."""
         centres = [(a + b) / 2 for a, b in pairwise(edges)]
         self._writer.add_histogram_raw(
             name,

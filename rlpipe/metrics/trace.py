@@ -2,8 +2,8 @@
 
 Owns the file. An actor is a process of the trace, a lane one of its threads, a span a complete event
 ("ph": "X", microseconds since 1970 as integers). Every batch is a separate gzip member, appended with one
-write, so that a killed run leaves a readable file; the closing bracket comes with `close` and is taken off
-again when a resumed run appends. Open it on https://ui.perfetto.dev or with `trace_processor`.
+write, so that a killed run leaves a readable file. `close` adds the closing bracket, and a resumed run
+removes it before it appends. Open the file on https://ui.perfetto.dev or with `trace_processor`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "trace.json.gz"
 BATCH = 2000  # events in a gzip member
-MAX_SPANS = 2_000_000  # in a file: about 30 MB
-ORDER = ("controller", "trainer", "rollout")  # of actors, from top to bottom
+MAX_SPANS = 2_000_000  # spans in a file, about 30 MB
+ORDER = ("controller", "trainer", "rollout")  # order of actors in the trace, from top to bottom
 
 
 def _member(text: str) -> bytes:
@@ -38,7 +38,7 @@ _OPEN, _CLOSE = _member("[" + _line(_FIRST)), _member("\n]\n")
 
 
 class TraceFile:
-    """Sink of trace.json.gz: spans."""
+    """A sink that writes spans to trace.json.gz."""
 
     name = NAME
 
@@ -50,10 +50,10 @@ class TraceFile:
         self._written = 0
 
     def open(self) -> None:
-        """Continue the file of an interrupted run; a new one begins with its first spans."""
+        """Continue the file of an interrupted run; a new file is created with its first spans."""
         data = self._path.read_bytes() if self._path.exists() else b""
 
-        # Cut off the end of the list, so that further spans can be appended to it.
+        # Remove the closing bracket of the list, so that further spans can be appended.
         if data.endswith(_CLOSE):
             with self._path.open("r+b") as file:
                 file.truncate(len(data) - len(_CLOSE))
@@ -76,14 +76,14 @@ class TraceFile:
             self._flush()
 
     def close(self) -> None:
-        """Write the pending spans and end the list; without spans there is no file."""
+        """Write the pending spans and the closing bracket; without spans, write no file."""
         self._flush()
         if self._path.exists():
             with self._path.open("ab") as file:
                 file.write(_CLOSE)
 
     def _process_and_thread(self, actor: str, lane: int) -> tuple[int, int]:
-        """Return process and thread of a lane; names them when first seen."""
+        """Return the process and thread ids of a lane, and name both when it is first seen."""
         if (actor, lane) not in self._lanes:
             if actor not in self._actors:
                 pid = self._actors[actor] = _pid(actor)
@@ -107,7 +107,7 @@ class TraceFile:
 
 
 def _pid(actor: str) -> int:
-    """Return the process id of an actor, the same after a restart: 10,000s by kind, then its number.
+    """Return the process id of an actor: 10,000 times its kind plus its number, so restarts do not change it.
 
     >>> _pid("controller"), _pid("trainer 0"), _pid("rollout 12")
     (10000, 20000, 30012)

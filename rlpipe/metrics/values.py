@@ -6,7 +6,7 @@ travels as total and count and is divided once, at the end. Flow: a component re
 `dict[str, Value]`, `reduce` merges the dicts of all actors and micro-batches, `.value()` is read once.
 
 Every merge is associative and, except for `Last`, commutative: the order of the actors does not matter.
-Whole distributions are in distributions.py.
+Values with a full distribution are in distributions.py.
 NaN and infinity are never dropped, so a diverged loss is visible. `None` means "not observed".
 """
 
@@ -137,7 +137,7 @@ Span = tuple[str, int, str, float, float, dict[str, object]]
 class Spans:
     """Spans of time for the trace: (actor, lane, what, begin, end, details); `SpanLog` creates them.
 
-    begin, end: seconds since 1970. They go to the sinks that take spans and never enter a record.
+    begin, end: seconds since 1970. Spans go only to sinks with a method `spans`, and never enter a record.
     """
 
     spans: list[Span]
@@ -165,7 +165,7 @@ def stats(name: str, observations: Iterable[float | None]) -> dict[str, Value]:
 def merge(a: Value, b: Value) -> Value:
     """Merge two values of one metric; `b` is the later one (which matters only for `Last`).
 
-    Raises ValueError when their types differ: one of the two emitters is wrong.
+    Raises ValueError when their types differ, because then one of the two emitters has a bug.
     """
     if type(a) is not type(b):
         raise ValueError(
@@ -179,7 +179,7 @@ def merge(a: Value, b: Value) -> Value:
 def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     """Merge the metrics of several actors, micro-batches or steps, name by name.
 
-    Raises ValueError naming the metric when its parts differ in type.
+    Raises ValueError, naming the metric, when values of one metric differ in type.
 
     >>> reduce([{"a": Mean(3, 3)}, {"a": Mean(5, 1), "b": Sum(1)}])["a"].value()
     2.0
@@ -187,7 +187,7 @@ def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     merged: dict[str, Value] = {}
     for part in parts:
         for name, value in part.items():
-            # The types differ by a mistake of an emitter; the name shows which one.
+            # If the types differ, an emitter has a bug; the metric's name shows which emitter.
             try:
                 merged[name] = merge(merged[name], value) if name in merged else value
             except ValueError as error:

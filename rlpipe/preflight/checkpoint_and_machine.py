@@ -1,8 +1,8 @@
-"""Checks of a run's requirements other than settings, before anything is started: files, machine, user code.
+"""Checks files, machine and user code before a run starts anything. The last column says what imports torch.
 
     checkpoint   headers of its weights, tokenizer, chat template, vocabulary   no torch
     machine      device, GPUs, a Ray cluster's address, a W&B login             torch, for a GPU
-    sizes        lower bounds of the memory and time that the settings need
+    sizes        lower bounds of the memory and time that the settings need     no torch
     user code    algorithm names, a user's correction, run on two tokens        torch, if not the default
 
 Every check raises ValueError with the problem, the value and a hint. Single settings are checked in `config`,
@@ -46,10 +46,10 @@ from rlpipe.models.delta_net import check_kernel
 from rlpipe.preflight.memory_estimate import conversation_bytes
 
 _CONNECT_S = 3.0
-_TRAJECTORY_BYTES = 4096  # of the shortest trajectory and its record
-_FLOPS = {"cpu": 5e10, "cuda": 1e15}  # per second of a CPU core, of a GPU: more than any reaches
-_READ_AT_LAUNCH = 4 << 30  # bytes of weights that are read before the start
-_OPEN_FILES = 512  # sockets, pipes and files of a small run with Ray, and some more
+_TRAJECTORY_BYTES = 4096  # size of the shortest trajectory and its record
+_FLOPS = {"cpu": 5e10, "cuda": 1e15}  # FLOP/s of a CPU core and of a GPU: more than any of them reaches
+_READ_AT_LAUNCH = 4 << 30  # weights up to this many bytes are read before the start
+_OPEN_FILES = 512  # sockets, pipes and files of a small run with Ray, with some reserve
 _LONGEST_STEP_S = 86400.0
 _QUESTION, _ANSWER = "question-marker", "answer-marker"
 
@@ -69,11 +69,11 @@ def check_checkpoint(setting: str, path: str, config: Config) -> None:
     hf_config = read_config(directory, setting)
     arch = read_architecture(hf_config)
     stored = weight_shapes(directory, setting)
-    # A tied head is not stored: it is the embedding.
+    # A tied head is not stored, because it is the embedding.
     if "lm_head.weight" not in stored and arch.tied:
         stored["lm_head.weight"] = (arch.vocab, arch.hidden)
 
-    # MTP weights must be complete where they draft; elsewhere they are not read.
+    # MTP weights must be complete if the run drafts with them; otherwise they are not read.
     served = setting == "decoupled.path" or not config.decoupled.active
     drafts = bool(arch.mtp_layers) and config.spec.needs_mtp and served
     optional = frozenset(name for name in stored if is_mtp_weight(name) and not drafts)
@@ -83,13 +83,13 @@ def check_checkpoint(setting: str, path: str, config: Config) -> None:
     try:
         check_weights({n: SimpleNamespace(shape=shape) for n, shape in stored.items()}, expected, optional)
     except ValueError as error:
-        # Leave out the hint of the message, which is about weights sent to an engine.
+        # Remove the hint from the message, because it is about weights sent to an engine.
         what = str(error).partition("Send every")[0].strip()
         raise ValueError(
             f"{setting}={path!r}: {what} Its config.json and its *.safetensors are not of one model: "
             "download the checkpoint again."
         ) from None
-    # Reading larger ones takes long; the engines and the trainer check what they load.
+    # Reading larger weights takes too long here; engines and trainer check what they load.
     if sum(file.stat().st_size for file in directory.glob("*.safetensors")) <= _READ_AT_LAUNCH:
         check_finite(directory)
     check_tokenizer(setting, directory, arch.vocab)
@@ -136,11 +136,11 @@ def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
 def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> None:
     """Refuse a chat template that is missing, fails, or omits a message. Raises ValueError.
 
-    settings: contents of tokenizer_config.json, which may hold the template.
+    settings: contents of tokenizer_config.json, which may contain the template.
     """
     file = directory / "chat_template.jinja"
     inside = settings.get("chat_template")
-    # A list holds several templates by name.
+    # A list contains several named templates.
     if isinstance(inside, list):
         inside = next((t.get("template") for t in inside if t.get("name") == "default"), None)
 
@@ -155,7 +155,7 @@ def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> No
 
 
 def check_template(place: Path, text: str) -> None:
-    """Refuse a chat template that fails or omits a message. place: its file. Raises ValueError."""
+    """Refuse a chat template that fails or omits a message. place: the template's file. Raises ValueError."""
     try:
         rendered = render_template(text, bos_token="", eos_token="", tools=None)
     # A template is a program: it may raise anything.
@@ -177,9 +177,9 @@ def check_template(place: Path, text: str) -> None:
 
 
 def render_template(text: str, **names: Any) -> str:
-    """Render a conversation of two turns by a chat template.
+    """Render a conversation of two turns with a chat template.
 
-    The result is that of transformers, which is not used here because it loads torch.
+    The result equals that of transformers, which is not used here because it loads torch.
     """
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
@@ -196,14 +196,14 @@ def render_template(text: str, **names: Any) -> str:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> None:
-        """Raise the error that a template reports by `raise_exception`."""
+        """Raise the error that a template reports with `raise_exception`."""
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
 
-    # Names that transformers offers to templates.
+    # Names that transformers defines for templates.
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
 
@@ -218,9 +218,9 @@ def _template_line(error: BaseException) -> int | None:
 
 
 def check_sizes(config: Config) -> None:
-    """Refuse sizes that even by the lowest estimate need too much memory or time. Raises ValueError.
+    """Refuse sizes that need too much memory or time even by the lowest estimate. Raises ValueError.
 
-    The estimates are far below what a step really takes: every trajectory has one turn of one token.
+    The estimates are far below what a step really takes: they assume trajectories of one turn of one token.
     """
     rollout, spec, pipeline, task = config.rollout, config.spec, config.pipeline, config.task
     if rollout.max_new_tokens and spec.mode is not SpecMode.NONE and spec.depth > rollout.max_new_tokens:
@@ -234,7 +234,7 @@ def check_sizes(config: Config) -> None:
     memory = psutil.virtual_memory().total
     numbers = sum(math.prod(shape) for shape in arch.weight_shapes(mtp=False).values())
 
-    # The embedded engine on a CPU: its KV rows and the logits of one step are in this machine's memory.
+    # An embedded engine on a CPU has its KV rows and the logits of one step in this machine's memory.
     if not remote and not gpu and rollout.engine is EngineKind.EMBEDDED:
         _fits(
             f"rollout.max_running={rollout.max_running}",
@@ -246,13 +246,13 @@ def check_sizes(config: Config) -> None:
         drafting = f"spec.tree={spec.tree}" if spec.mode is SpecMode.TREE else f"spec.gamma={spec.gamma}"
         _fits(drafting, logits, memory, "logits of a step")
 
-    # Assume more speed than there is: 8 GPUs, on a remote cluster 8 for each worker.
+    # Assume more speed than there is: 8 GPUs, or on a remote cluster 8 GPUs for each worker.
     speed = _FLOPS["cuda"] * 8 if gpu or remote else _FLOPS["cpu"] * (os.cpu_count() or 1)
     speed *= max(rollout.workers if remote else 1, 1)
     if task is Task.RL:
         attempts = pipeline.groups_ahead * pipeline.group_size
         ahead = attempts * (1 + pipeline.max_staleness)
-        # The message names the largest of the factors.
+        # The message names the setting with the largest value of these three.
         names = ("group_size", "prompts_per_step", "oversample")
         largest = max(names, key=lambda name: getattr(pipeline, name))
         sizes = f"pipeline.{largest}={getattr(pipeline, largest)}"
@@ -266,7 +266,7 @@ def check_sizes(config: Config) -> None:
                 f"{ahead} attempts in flight",
             )
 
-        # A training step takes 6 floating-point operations per weight and token, a forward pass 2.
+        # A training step takes 6 floating-point operations per weight and token; a forward pass takes 2.
         _in_time(sizes, 6 * numbers * attempts / speed, f"one step of {attempts} attempts")
         attempts = config.val.samples * max(config.val.instances, 1)
         if config.val.every:
@@ -276,7 +276,7 @@ def check_sizes(config: Config) -> None:
 
 
 def _fits(setting: str, needed: float, memory: int, what: str) -> None:
-    """Raise ValueError where something needs more bytes than `memory`."""
+    """Raise ValueError if `needed` bytes exceed `memory` bytes. what: names their content."""
     if needed > memory:
         raise ValueError(
             f"{setting} is too large: {what} need at least {needed / 2**30:,.0f} GiB, and this machine has "
@@ -285,7 +285,7 @@ def _fits(setting: str, needed: float, memory: int, what: str) -> None:
 
 
 def _in_time(setting: str, seconds: float, what: str) -> None:
-    """Raise ValueError where something takes longer than the longest step that is allowed."""
+    """Raise ValueError if `seconds` exceed the longest allowed step. what: names the work."""
     if seconds > _LONGEST_STEP_S:
         raise ValueError(
             f"{setting} is too large: {what} would take at least {seconds / 86400:,.0f} days on this "
@@ -294,7 +294,7 @@ def _in_time(setting: str, seconds: float, what: str) -> None:
 
 
 def check_machine(config: Config) -> None:
-    """Refuse a device, a cluster or a login that the settings name and that is missing. Raises ValueError."""
+    """Refuse settings that name a missing device, cluster or login. Raises ValueError."""
     if config.metrics.wandb is WandbMode.ONLINE and not logged_in():
         raise ValueError(
             "metrics.wandb=online needs a login, and there is none: run `wandb login`, or set "
@@ -310,12 +310,12 @@ def check_machine(config: Config) -> None:
 
 
 def check_open_files() -> None:
-    """Raise this process's limit of open files to what a run needs. Raises ValueError where it cannot be."""
+    """Increase this process's limit of open files to what a run needs. Raises ValueError if that fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= _OPEN_FILES:
         return
 
-    # A process may raise its limit as far as the hard one.
+    # A process may increase its soft limit up to the hard limit.
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
         raise ValueError(
             f"a process may open {hard} files here (ulimit -n), and a run needs {_OPEN_FILES}: run "
@@ -325,7 +325,7 @@ def check_open_files() -> None:
 
 
 def _check_gpus(config: Config, ray: bool) -> None:
-    """Refuse a device that is missing, and more GPUs than this machine has. Raises ValueError."""
+    """Refuse settings that need a missing device, or more GPUs than this machine has. Raises ValueError."""
     import torch
 
     device, count = config.rollout.device, torch.cuda.device_count()
@@ -347,7 +347,7 @@ def _check_gpus(config: Config, ray: bool) -> None:
         if read_architecture(read_config(path)).delta:
             check_kernel(str(path))
 
-    # Each engine and each trainer rank has its GPUs, unless the two share them.
+    # Each engine and each trainer rank needs separate GPUs, unless engines and trainer share them.
     rollout, run_mode, shared = config.rollout, config.run.half, config.cluster.share_gpus
     served, ranks = (
         rollout.workers * rollout.gpus_per_worker * run_mode.generates,
@@ -370,7 +370,7 @@ def check_address(address: str) -> None:
         "Ray of the run's own"
     )
 
-    # For `auto`, read the address where Ray itself looks for it.
+    # For `auto`, read the address from where Ray itself reads it.
     where = address.removeprefix("ray://")
     if address == "auto":
         where = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://")
@@ -392,8 +392,8 @@ def check_address(address: str) -> None:
 
 
 def check_algorithm(config: AlgoConfig) -> None:
-    """Refuse unknown names of verl's, and a user's correction that fails on two tokens. Raises ValueError."""
-    # The defaults are not checked, because the import of verl takes seconds.
+    """Refuse unknown verl names, and a user's correction that fails on two tokens. Raises ValueError."""
+    # The default names are not checked, because importing verl takes seconds.
     default = AlgoConfig()
     if (config.advantage, config.policy_loss) != (default.advantage, default.policy_loss):
         from rlpipe.algo.policy_loss import check_names
@@ -408,11 +408,11 @@ def check_algorithm(config: AlgoConfig) -> None:
     from rlpipe.algo.user_correction import SETTING, UserCorrection
 
     rule = UserCorrection(config)
-    # A rule on candidates reads what only an engine has.
+    # A rule on candidates reads values that only an engine has.
     if rule.needs_candidates:
         return
 
-    # Two tokens on which the policies differ by 0.1 nats, and one position of padding.
+    # The test input is two tokens whose logprobs differ by 0.1 nats, and one position of padding.
     logprobs, mask = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     inputs = CorrectionInputs(
         trainer_logprobs=logprobs,
@@ -435,7 +435,7 @@ def check_algorithm(config: AlgoConfig) -> None:
 
 
 def _raised(config: AlgoConfig, error: BaseException) -> ValueError:
-    """Return the refusal of a user's correction that raised an error."""
+    """Return the error that refuses a user's correction, given the error that this correction raised."""
     return ValueError(
         f"{raised_at(error)}: algo.user_correction={config.user_correction!r} raised {described(error)} on "
         "two tokens. Correct that line; rlpipe.algo.rule describes its arguments."

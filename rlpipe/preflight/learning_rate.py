@@ -1,7 +1,7 @@
-"""Notes a `trainer.lr` that is far from the usual rates for models of that size; refuses nothing.
+"""Notes a `trainer.lr` that is far from the usual learning rates for models of that size; refuses nothing.
 
-The usual rate is a power law through the rows of docs/your_model.md for all weights under AdamW. It matches
-them within a factor of four: 2e-4 at 2.4M parameters, 2e-5 at 135M, 1e-6 at 7B.
+The usual rate is a power law fitted to the rows of docs/your_model.md that train all weights with AdamW. It
+matches them within a factor of four: 2e-4 at 2.4M parameters, 2e-5 at 135M, 1e-6 at 7B.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rlpipe.config.run import Config, Task
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 
-FAR = 10.0  # times the usual rate, or a tenth of it
+FAR = 10.0  # a rate is far if it is above this many times the usual rate, or below 1 / FAR of it
 
 
 def usual_rate(parameters: int) -> float:
-    """Return the learning rate that is usual for a model of that size.
+    """Return the usual learning rate for a model with that many parameters.
 
     >>> f"{usual_rate(135_000_000):.0e}, {usual_rate(7_000_000_000):.0e}"
     '2e-05, 2e-06'
@@ -26,7 +26,7 @@ def usual_rate(parameters: int) -> float:
 
 
 def rate_note(config: Config) -> str:
-    """Return a sentence about a learning rate far from the usual one; empty for any other, or for LoRA."""
+    """Return a sentence about the learning rate if it is far from the usual one; else, or with LoRA, ""."""
     if config.task is not Task.RL or config.trainer.lora.active:
         return ""
 

@@ -1,6 +1,6 @@
-"""Checks at launch whether a run fits into memory, and searches settings with which it would.
+"""Checks at launch whether a run fits into memory; if not, searches for settings with which it fits.
 
-Owns the comparison, the search and the refusal; the sums are those of `memory_estimate`.
+Owns the comparison, the search and the refusal; `memory_estimate` computes the sums.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlpipe.preflight.memory_estimate import (
 from rlpipe.preflight.object_store import check_store, local_store
 from rlpipe.preflight.settings import check_adapters
 
-_LARGER = {"H200": 140, "B200": 179, "B300": 268}  # GiB of a GPU, as nvidia-smi counts
+_LARGER = {"H200": 140, "B200": 179, "B300": 268}  # GiB of a GPU, as nvidia-smi shows
 _NODE = 8  # GPUs of a node
-_RANK = 16  # rank of LoRA adapters
+_RANK = 16  # suggested rank of LoRA adapters
 
 
 def excess(config: Config, gpu_memory: int, host: int) -> str:
@@ -42,7 +42,7 @@ def excess(config: Config, gpu_memory: int, host: int) -> str:
     """
     processes = estimate(config, gpu_memory)
 
-    # Processes that share a GPU are added up; otherwise each kind of process has its GPUs.
+    # Processes that share a GPU are added up; otherwise each kind of process has separate GPUs.
     together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
     on_gpu = [memory for memory in processes if memory.on_gpu]
     trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
@@ -53,7 +53,7 @@ def excess(config: Config, gpu_memory: int, host: int) -> str:
         if group and needed > capacity:
             return f"{needed / GIB:.1f} GiB on a GPU that has {capacity / GIB:.1f} for it"
 
-    # The total of a server is a fixed share of its GPU: check that its KV cache holds a conversation.
+    # A server always takes a fixed share of its GPU, so check that its KV cache holds a conversation.
     for memory in on_gpu:
         if memory.process.startswith("SGLang"):
             arch = read_architecture(read_config(resolve_model(config.rollout_model)))
@@ -69,7 +69,7 @@ def excess(config: Config, gpu_memory: int, host: int) -> str:
 
 
 def remedy(config: Config, gpu_memory: int, host: int) -> str:
-    """Return the first changes of settings, in a fixed order, with which everything fits; empty if none."""
+    """Return the first of the possible changes of settings with which everything fits; "" if none does."""
     for changes in _changes(config, gpu_memory, host):
         if not excess(_changed(config, changes), gpu_memory, host):
             return " ".join(f"{name}={value}" for name, value in changes.items())
@@ -78,21 +78,21 @@ def remedy(config: Config, gpu_memory: int, host: int) -> str:
 
 
 def _changes(config: Config, gpu_memory: int, host: int) -> Iterator[dict[str, Any]]:
-    """Yield settings that need less memory, the cheapest first.
+    """Yield changes of settings that need less memory, the cheapest first.
 
-    Yields no settings where no engine fits even without a trainer.
+    Yields nothing if no engine layout fits even without a trainer.
     """
     trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
     arch = read_architecture(read_config(resolve_model(config.model.path)))
 
-    # Trainer layouts: as many ranks as now, or a multiple, wherever the sizes divide the model.
+    # Trainer layouts have as many ranks as now, or a multiple; their sizes must divide the model's.
     grown = (
         (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8, 16)
     )
     experts = arch.experts.count if arch.experts else 1
     shared = trainer.expert_ranks(experts)
     tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
-    # Context parallelism is worth its cost only where a micro-batch cannot become smaller.
+    # Context parallelism is worth its cost only if the micro-batch cannot become smaller.
     shares = (2, 4, 8) if len(tokens) == 1 else ()
     worlds = [
         (tp, cp, pp, ranks // (tp * cp * pp), ep)
@@ -112,7 +112,7 @@ def _changes(config: Config, gpu_memory: int, host: int) -> Iterator[dict[str, A
         )
     ]
 
-    # Engine layouts. Those that do not fit even without a trainer are dropped early, to shorten the search.
+    # Engine layouts that do not fit even without a trainer are dropped early, to shorten the search.
     servers: list[dict[str, Any]] = [{}]
     if rollout.engine is EngineKind.SGLANG:
         if config.cluster.share_gpus:
@@ -138,7 +138,7 @@ def _changes(config: Config, gpu_memory: int, host: int) -> Iterator[dict[str, A
             "trainer.cp": cp,
             "trainer.pp": pp,
             "trainer.dp": dp,
-            # 0 stays where it means as many.
+            # Keep 0 (automatic) if it means the same number of ranks.
             "trainer.ep": 0 if not trainer.ep and ep == math.gcd(experts, dp * cp) else ep,
             "trainer.micro_batch_tokens": small,
             **saving,
@@ -148,16 +148,16 @@ def _changes(config: Config, gpu_memory: int, host: int) -> Iterator[dict[str, A
 
 
 def _value(config: Config, name: str) -> Any:
-    """Return the setting with a dotted name."""
+    """Return the value of the setting with a dotted name."""
     for part in name.split("."):
         config = getattr(config, part)
     return config
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    """Return the configuration with some settings, named with dots, replaced.
+    """Return the configuration with changed settings. changes: dotted name -> value.
 
-    The settings of one section are replaced together, because its dataclass checks them together.
+    All changes of one section are made at once, because its dataclass checks its settings together.
     """
     parts: dict[str, dict[str, Any]] = {}
     changed: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def check_memory(config: Config) -> None:
-    """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
+    """Refuse a run that cannot fit, before anything is started. Raises ValueError with settings that fit."""
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address:
         check_store(config, local_store())
 
@@ -190,9 +190,9 @@ def check_memory(config: Config) -> None:
 
 
 def check_checkpoint(config: Config, host: int) -> None:
-    """Refuse a run whose checkpoints would not fit the memory of its one machine, before anything is started.
+    """Refuse a run on one machine, before anything is started, if its memory cannot hold a checkpoint.
 
-    host: bytes of the machine. Raises ValueError.
+    host: bytes of the machine's memory. Raises ValueError.
     """
     saved = checkpoint_of_run(config, gpu_bytes(config))
     if saved and saved.total > host:
@@ -203,7 +203,7 @@ def check_checkpoint(config: Config, host: int) -> None:
 
 
 def advice(config: Config, gpu_memory: int, host: int) -> str:
-    """Return a sentence with settings that fit; where none do, with other hardware or training that fits."""
+    """Return a sentence with settings that fit, or, if none fit, with other hardware or training methods."""
     if change := remedy(config, gpu_memory, host):
         return f"Set {change}."
 
@@ -216,16 +216,16 @@ def advice(config: Config, gpu_memory: int, host: int) -> str:
 
 
 def _ways(config: Config, gpu_memory: int, host: int) -> Iterator[str]:
-    """Yield what makes a run fit when no layout does, with its settings; each is estimated first."""
+    """Yield changes of hardware or training, with the settings, that make a run fit when no layout does."""
 
     def settings(changes: dict[str, Any], size: int) -> str:
-        """Return all settings that change; empty where none makes the run fit."""
+        """Return `changes` and further settings that make the run fit; empty if none do."""
         changed = _changed(config, changes)
         more = remedy(changed, size, host) if excess(changed, size, host) else " "
         shown = (f"{name}={str(value).lower()}" for name, value in changes.items())
         return more and " ".join([*shown, more]).strip()
 
-    # Separate GPUs, where trainer and engines share them now.
+    # If trainer and engines share GPUs, try separate GPUs.
     separate: dict[str, Any] = {}
     if gpu_memory and (config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE):
         separate = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
@@ -234,7 +234,7 @@ def _ways(config: Config, gpu_memory: int, host: int) -> Iterator[str]:
         if changes_that_fit := settings(separate, gpu_memory):
             yield f"a GPU for each trainer rank and each server ({changes_that_fit})"
 
-    # The smallest of the larger GPUs that is enough.
+    # Find the smallest of the larger GPUs that is large enough.
     sizes = {name: size for name, size in _LARGER.items() if 0 < gpu_memory < size * GIB}
     larger = (
         (name, settings({"cluster.gpu_gb": size, **changes}, size * GIB))
@@ -255,7 +255,7 @@ def _ways(config: Config, gpu_memory: int, host: int) -> Iterator[str]:
 
 
 def _may_adapt(config: Config) -> bool:
-    """Return whether the run trains all weights and could train LoRA adapters."""
+    """Return whether the run trains all weights and could train LoRA adapters instead."""
     if config.trainer.lora.active or not config.run.half.trains:
         return False
 
@@ -268,7 +268,7 @@ def _may_adapt(config: Config) -> bool:
 
 
 def _gpus_of_a_server(config: Config, gpu_memory: int) -> int:
-    """Return the number of GPUs of this size that one server needs, if a node has fewer; else 0."""
+    """Return how many GPUs of `gpu_memory` bytes one server needs, if that exceeds a node; else 0."""
     if not (gpu_memory and config.run.half.generates and config.rollout.engine is EngineKind.SGLANG):
         return 0
 

@@ -1,28 +1,29 @@
 """Estimates the peak memory of each process of a run from shapes and settings, before anything is started.
 
 Owns the sums; `memory_check` compares them with the memory of the machine. Reads `config.json` and loads no
-torch. Not counted: EAGLE-3 drafts, environments, and on a GPU libraries and the CUDA context, to which
-`RESERVED` bytes are left. `scripts/bench/memory_estimate.py` compares the sums with measured processes.
+torch. EAGLE-3 drafts and environments are not counted; on a GPU, `RESERVED` bytes are left for libraries and
+the CUDA context. `scripts/bench/memory_estimate.py` compares the sums with measured processes.
 
-A trainer rank with P trainable parameters, e bytes an element, N tokens of a micro-batch, H and F the
-hidden and intermediate sizes, q and k the widths of queries and of keys (q, k and F divided by tp), and d the
-width of a head, needs these bytes:
+A trainer rank needs these bytes, with P trainable parameters, e bytes per element, N tokens in a micro-batch,
+hidden size H, intermediate size F, width q of the queries, width k of the keys, and width d of a head; q, k
+and F are divided by tp:
 
-    gradients    4 P            optimizer  8 P, in bf16 4 P more of master weights; divided by dp if sharded
+    gradients    4 P
+    optimizer    8 P, and in bf16 4 P more for master weights; divided by dp if sharded
     a layer      N e (4 H + 3 q + 3 k + 4 d + 3 F)    stored for its gradient
     backward     N e (3 H + 4 F)                      in addition, while the gradient is computed
     experts      F is the sum over the experts that read one token; their inputs and two more products of
                  width F are stored too
-    head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it is trained
+    head         2 chunks of logits, 3 if there are several; its gradient, in float32, if it is trained
 
-Without recomputation the activations of every layer are stored. With recompute=full, N e H bytes of each
-layer are stored, and everything of one layer at a time. With recompute=selective, everything is stored except
-the outputs of MLPs and experts, which are stored for one layer at a time. Of `pp` pipeline stages the s-th,
-counted from 0, stores pp - s micro-batches. With trainer.sp, H is H / tp.
+Without recomputation, the activations of every layer are stored. With recompute=full, N e H bytes of each
+layer are stored, and all activations of only one layer at a time. With recompute=selective, everything is
+stored except the outputs of MLPs and experts, which are stored for one layer at a time. With `pp` pipeline
+stages, stage s (counted from 0) stores pp - s micro-batches. With trainer.sp, H / tp replaces H.
 
-A process on a CPU needs more (`_on_host`): libraries; freed blocks that its allocator has not given back; and
-in a trainer the copy that a checkpoint is written from, of its optimizer state and twice of its weights (to
-resume, and in Hugging Face's format). With run.save_async training continues during the copy.
+A process on a CPU needs more (`_on_host`): libraries, and freed blocks that its allocator retains. A trainer
+also needs the copy from which a checkpoint is written: the optimizer state once and the weights twice (to
+resume, and in Hugging Face's format). With run.save_async training continues while the copy exists.
 """
 
 from __future__ import annotations
@@ -49,21 +50,24 @@ from rlpipe.models.checkpoint import is_mtp_weight, read_config
 from rlpipe.models.delta_net import DeltaNet
 
 GIB, MIB = 1 << 30, 1 << 20
-RESERVED = GIB  # of a GPU, for each process on it: CUDA context, libraries, NCCL (an assumption)
-HEAD_BYTES = {True: GIB, False: GIB // 4}  # bytes of a chunk of logits, on a GPU or not (trainer/logprobs)
+RESERVED = GIB  # GPU bytes of each process for CUDA context, libraries and NCCL (an assumption)
+HEAD_BYTES = {True: GIB, False: GIB // 4}  # on a GPU? -> bytes of a chunk of logits (trainer/logprobs)
 HEAD_BLOCK = 1 << 14
 DELTA_CHUNK = 64  # tokens that a delta net reads at once
-ROW_STREAMS = 7  # arrays with 8 bytes for each slot that an engine has on the host
-LIBRARIES = 600 * MIB  # of a process on a CPU: torch, Megatron-core, tokenizers (measured)
-RETAINED = 0.5  # share of what a step frees that glibc's allocator retains on a CPU (measured)
-KERNELS = 64 * MIB  # that oneDNN retains for the sizes of products an engine has had (measured)
-PACKED_FROM = 1_000_000  # elements of a float32 matrix that an engine stores only packed (embedded/linear)
+ROW_STREAMS = 7  # arrays of an engine on the host that have 8 bytes for each slot
+LIBRARIES = 600 * MIB  # torch, Megatron-core and tokenizers in a process on a CPU (measured)
+RETAINED = 0.5  # share of a step's freed memory that glibc's allocator retains on a CPU (measured)
+KERNELS = 64 * MIB  # bytes that oneDNN retains for the sizes of earlier matrix products (measured)
+PACKED_FROM = 1_000_000  # engines store float32 matrices of this many elements only packed (embedded/linear)
 SERVER_FRACTION = 0.85  # approximate share of a GPU's memory that SGLang takes by default
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Memory:
-    """Peak bytes of one process by purpose. count: processes of this kind. on_gpu: of GPU memory."""
+    """Peak bytes of one process. parts: bytes by purpose. count: number of such processes.
+
+    on_gpu: whether the bytes are GPU memory.
+    """
 
     process: str
     parts: dict[str, int]
@@ -76,28 +80,28 @@ class Memory:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        """Return the total, then the entries above a twentieth of a GiB."""
+        """Return the total, and then each part that is larger than a twentieth of a GiB."""
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size > GIB // 20)
         return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB" + (f" ({shown})" if shown else "")
 
 
 @cache
 def parameters(arch: Architecture, tp: int = 1, ep: int = 1, layers: range | None = None) -> tuple[int, int]:
-    """Count the parameters of the model and of its draft on a rank of `tp` and `ep`, which split matrices.
+    """Count the parameters of the model and of its draft on one of `tp` * `ep` ranks that split matrices.
 
-    layers: those of a pipeline stage (None: all). The first stage has the embedding; the last one has norm,
-    head and draft, and a copy of the embedding for the draft or as a tied head.
+    layers: layers of a pipeline stage (None: all). The first stage has the embedding. The last stage has
+    norm, head and draft, and a copy of the embedding if there is a draft or the head is tied.
     """
     layers = layers or range(arch.layers)
     last = layers.stop == arch.layers
     ends = {"model.embed_tokens.weight": layers.start == 0 or (last and (arch.tied or arch.mtp_layers > 0))}
-    sizes = {True: 0, False: 0}  # by whether a weight is of the draft
+    sizes = {True: 0, False: 0}  # belongs to the draft? -> parameters
 
     # Count one layer of each kind and multiply, instead of listing the weights of all layers.
     dense = arch.experts.dense if arch.experts else 0
     few, like = replace(arch, layers=dense + 1), Counter(min(layer, dense) for layer in layers)
     if arch.delta:
-        # Layer 0 represents all with a delta net, layer 1 for all without.
+        # Layer 0 represents all layers with a delta net, layer 1 all layers without one.
         few = replace(arch, layers=2, delta=replace(arch.delta, linear=(True, False)))
         like = Counter(int(not arch.delta.linear[layer]) for layer in layers)
 
@@ -118,7 +122,7 @@ def _kinds(arch: Architecture) -> tuple[int, int]:
 
 
 def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int:
-    """Count the parameters of LoRA adapters on a rank of `tp`, which splits one side of each matrix."""
+    """Count the parameters of LoRA adapters on one of `tp` ranks that split one side of each matrix."""
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     inner = arch.inner // tp
     sides = lora.attention * (4 * arch.hidden + 2 * query + 2 * keys)
@@ -127,7 +131,7 @@ def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int
 
 
 def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
-    """Estimate one trainer rank: that of the pipeline stage which needs the most memory."""
+    """Estimate one trainer rank of the pipeline stage that needs the most memory."""
     stages, first = [], 0
     for stage, count in enumerate(config.trainer.stage_layers(arch.layers)):
         layers = range(first, first + count)
@@ -147,30 +151,30 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
     ep = trainer.expert_ranks(arch.experts.count if arch.experts else 0)
     model, draft = parameters(arch, trainer.tp, ep, layers)
 
-    # What is trained: the policy or its adapters in RL, the draft if it learns.
+    # RL trains the policy or its adapters. The draft is trained in adaptation and online training.
     adapts = config.task is Task.MTP_ADAPT
     online = adapts or (config.draft.online and not config.cotrains_draft)
     adapters = adapter_parameters(replace(arch, layers=len(layers)), trainer.lora, trainer.tp)
     policy = adapters if trainer.lora.active else model
     trained = (0 if adapts else policy) + (draft if online else 0)
 
-    # Parameters whose optimizer state is on this rank. A distributed optimizer shards that of the full model
-    # over all data parallel ranks, whichever of them have an expert.
+    # Count the parameters with optimizer state on this rank. A distributed optimizer shards the state of the
+    # full model, all experts included, over all data parallel ranks.
     stepped = trained
     if trainer.distributed_optimizer:
         whole = parameters(arch, trainer.tp, layers=layers)[0]
         more = 0 if adapts or trainer.lora.active else whole - model
         stepped = (trained + more) // (trainer.dp * trainer.cp)
 
-    # A KL penalty needs a copy of the start weights, except with adapters, which can be switched off.
+    # A KL penalty needs a copy of the initial weights, except with adapters, because they can be disabled.
     own = config.algo.kl_coef and not adapts and not trainer.lora.active
     reference = model + draft if own else 0
     kept, head = _activations(arch, trainer, layers, in_flight, on_gpu)
 
-    # During the optimizer step: AdamW computes the roots of all second moments at once.
+    # In the optimizer step, AdamW computes the square roots of all second moments at once.
     update = 4 * stepped if on_gpu else 0
 
-    # While weights are sent to engines: two buckets of a broadcast, or a copy of all.
+    # Sending weights to engines needs two buckets of a broadcast, or a copy of all weights.
     sent = sent_bytes(arch, config, on_gpu=on_gpu) or size * (model + draft)
 
     return Memory(
@@ -190,9 +194,10 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
 
 
 def sent_bytes(arch: Architecture, config: Config, *, on_gpu: bool) -> int:
-    """Return the bytes of the buckets of weights that a trainer rank holds at once; 0 where it copies all.
+    """Return the bytes of weight buckets that a trainer rank holds at once; 0 if it copies all weights.
 
-    Two buckets; of experts, at least one of each expert parallel rank is gathered at once.
+    A rank holds two buckets. Expert weights are gathered at once from at least one expert of each expert
+    parallel rank.
     """
     if not (config.broadcasts_weights or on_gpu):
         return 0
@@ -206,11 +211,11 @@ def sent_bytes(arch: Architecture, config: Config, *, on_gpu: bool) -> int:
 def checkpoint_memory(arch: Architecture, config: Config, *, all_ranks: bool = False) -> Memory:
     """Estimate what saving a checkpoint adds on the host of rank 0, which has the most to copy.
 
-    Each rank copies its share of the optimizer state, and the first of its data parallel ranks its part of
-    the weights; rank 0, of the first pipeline stage, gathers all weights for Hugging Face's format, too. A
-    distributed optimizer stores master weights in float32 as well. Nothing is added on a GPU.
+    Each rank copies its share of the optimizer state. The first rank of each data parallel group also copies
+    its part of the weights. Rank 0 is in the first pipeline stage and also gathers all weights for the
+    Hugging Face format. A distributed optimizer stores float32 master weights too. No GPU memory is added.
 
-    all_ranks: what is added on all hosts together.
+    all_ranks: estimate the sum over all hosts instead.
     """
     trainer = config.trainer
     if all_ranks:
@@ -223,7 +228,7 @@ def checkpoint_memory(arch: Architecture, config: Config, *, all_ranks: bool = F
     if trainer.distributed_optimizer and trainer.precision is Precision.FP32:
         state = state // 8 * 12
 
-    # Adapters are saved without the backbone below them.
+    # Adapters are saved without the backbone.
     resumed = 0 if trainer.lora.active else parts["weights"]
     every = _bytes_trained(config) * sum(parameters(arch))
     return Memory(
@@ -233,7 +238,7 @@ def checkpoint_memory(arch: Architecture, config: Config, *, all_ranks: bool = F
 
 
 def checkpoint_of_run(config: Config, gpu_memory: int) -> Memory | None:
-    """Estimate what a checkpoint adds on the hosts of a run's GPUs; on a CPU `estimate` counts it already."""
+    """Estimate what a checkpoint adds on all hosts of a GPU run; None on CPUs, where `estimate` counts it."""
     if not gpu_memory or not config.run.half.trains:
         return None
     arch = read_architecture(read_config(resolve_model(config.model.path)))
@@ -241,14 +246,14 @@ def checkpoint_of_run(config: Config, gpu_memory: int) -> Memory | None:
 
 
 def _bytes_trained(config: Config) -> int:
-    """Return the bytes of one number of the trainer's weights."""
+    """Return the bytes per element of the trainer's weights."""
     return 2 if config.trainer.precision is Precision.BF16 else 4
 
 
 def _activations(
     arch: Architecture, trainer: TrainerConfig, layers: range, in_flight: int, on_gpu: bool
 ) -> tuple[int, int]:
-    """Return the bytes stored of a stage's layers at the peak, and the bytes needed in addition."""
+    """Return the peak bytes of a stage's stored activations, and the bytes that the head or backward adds."""
     size = 2 if trainer.precision is Precision.BF16 else 4
     hidden, tp, everywhere = arch.hidden, trainer.tp, trainer.micro_batch_tokens
     tokens = -(-everywhere // trainer.cp)
@@ -258,25 +263,25 @@ def _activations(
     shared = arch.experts.shared if arch.experts else 0
     inner, vocab = (max(1, copies) * arch.inner + shared) // tp, -(-arch.vocab // tp)
 
-    # With sequence parallelism, tp ranks share the tokens of norms and residuals; a CPU stores half of those
-    # gathered.
+    # With sequence parallelism, tp ranks share the tokens of norms and residuals. A CPU also stores half of
+    # the gathered tokens.
     sharing_ranks = tp if trainer.sp else 1
     inputs = 2 * hidden // sharing_ranks + 2 * hidden // (sharing_ranks if on_gpu else 1)
 
-    # One layer's norms, residuals and attention.
+    # Add the norms, residuals and attention of one layer.
     layer = tokens * size * (inputs + 3 * query + 3 * keys + 4 * arch.head_dim)
     layer += 4 * tokens * (2 + arch.heads // tp)
     if arch.latent:
-        # Keys and values before they are joined and padded.
+        # Add keys and values as they are before being joined and padded.
         layer += 2 * tokens * size * keys
     if arch.delta:
-        # For every layer the larger of a delta net and attention with its gate.
+        # Every layer counts as the larger of a delta net and attention with its gate.
         layer = max(layer + 3 * tokens * size * query, _delta_bytes(arch.delta, tokens, size, hidden, tp))
     if trainer.cp > 1:
-        # Keys and values of the other ranks.
+        # Add keys and values of the other ranks.
         layer += 2 * everywhere * size * keys
 
-    # Its MLP or experts, and what their backward pass needs in addition.
+    # Add the MLP or experts of the layer, and what their backward pass needs in addition.
     mlp, backward = 3 * tokens * size * inner, tokens * size * (3 * hidden + 4 * inner)
     if arch.experts:
         mlp += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
@@ -290,13 +295,13 @@ def _activations(
     if not trainer.lora.active:
         head += 4 * vocab * hidden + HEAD_BLOCK * hidden * size
     if on_gpu:
-        # A block of rows in float32, three times.
+        # Add a block of rows in float32, three times.
         head += 12 << 24
     if arch.tied and not trainer.lora.active:
-        # The head's gradient is stored until the embedding's is added.
+        # The gradient of a tied head is stored until the gradient of the embedding is added.
         backward += vocab * hidden * size
     if layers.stop < arch.layers:
-        # Only the last stage has the head; this one stores what it passes on.
+        # Only the last stage has the head; the others store the activations that they pass on.
         head = in_flight * tokens * hidden * size // sharing_ranks
     kept = len(layers) * in_flight
     if trainer.recompute is Recompute.FULL:
@@ -307,7 +312,7 @@ def _activations(
 
 
 def _delta_bytes(delta: DeltaNet, tokens: int, size: int, hidden: int, tp: int) -> int:
-    """Return the bytes that one gated delta net stores for its gradient; its update rule is in float32.
+    """Return the bytes that one gated delta net stores for its gradient; its update rule runs in float32.
 
     For each token and value head: queries, keys and values in several forms, six rows of a chunk, and the
     token's share of the state that is stored for each chunk.
@@ -323,8 +328,8 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     rollout, spec, size = config.rollout, config.spec, _element(config)
     sent = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
 
-    # On a CPU a matrix is stored packed for oneDNN: a tied head is then a copy of the embedding, and small
-    # matrices in float32 are stored as they are too.
+    # On a CPU matrices are stored packed for oneDNN. A tied head is then a copy of the embedding, and small
+    # float32 matrices are stored both packed and unpacked.
     arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0)
     end = arch.vocab * arch.hidden * size
     weights = sum(parameters(arch)) * size + (0 if on_gpu or not arch.tied else end)
@@ -333,13 +338,13 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     rows, slots = rollout.max_running, rollout.max_context + spec.drafts + 2
     query, keys = arch.heads * arch.cached_dim, arch.cached_heads * arch.cached_dim
     cache = rows * conversation_bytes(arch, config)
-    # Prefill, then the logits of a verify step.
+    # Add up the memory of prefill and of the logits of a verify step.
     tokens = min(max(rollout.prefill_tokens, rollout.max_context), rows * rollout.max_context)
     working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys) + _mlp_bytes(arch, tokens, size)
     working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
     host = 0 if on_gpu else 8 * ROW_STREAMS * rows * slots
 
-    # During a weight update the weights received, and a new embedding or head in addition to the old one.
+    # A weight update needs the received weights, and a new embedding or head in addition to the old one.
     replaced = 2 * end + (0 if on_gpu else sent)
     return Memory(
         process="embedded engine",
@@ -357,7 +362,7 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
 
 
 def _small_matrices(arch: Architecture) -> int:
-    """Count the elements of all fused matrices that have fewer than PACKED_FROM."""
+    """Count the elements of all fused matrices that have fewer than PACKED_FROM elements."""
     query, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     gates = 2 * arch.hidden * arch.inner
     mlps = arch.experts.count if arch.experts else 1
@@ -369,20 +374,20 @@ def _small_matrices(arch: Architecture) -> int:
 def server_memory(arch: Architecture, config: Config, gpu_memory: int = 0) -> Memory:
     """Estimate one GPU of an SGLang server.
 
-    gpu_memory: bytes of the GPU, of which the server takes a fraction for weights and KV. 0: the KV cache has
-    the size that `max_running` conversations of `max_context` tokens need.
+    gpu_memory: bytes of the GPU; the server takes a fraction of them for weights and KV. With 0, the KV cache
+    has the size that `max_running` conversations of `max_context` tokens need.
     """
     rollout, tp, size = config.rollout, config.rollout.sglang.tp, _element(config)
     weights = sum(parameters(arch if config.spec.needs_mtp else replace(arch, mtp_layers=0), tp)) * size
 
-    # The KV cache fills what weights leave of the server's share.
+    # The KV cache fills the server's share of the GPU that weights leave free.
     kv = conversation_bytes(arch, config, tp) * rollout.max_running
     if gpu_memory:
         kv = max(0, int((rollout.sglang.memory_fraction or SERVER_FRACTION) * gpu_memory) - weights)
     tokens = max(rollout.prefill_tokens, rollout.max_running)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys) + _mlp_bytes(arch, tokens, size) // tp
-    # Logits and distributions of a verify step: every rank has those of all tokens.
+    # Every rank has the logits and distributions of all tokens of a verify step.
     working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16
 
     return Memory(
@@ -402,7 +407,7 @@ def server_memory(arch: Architecture, config: Config, gpu_memory: int = 0) -> Me
 def _graph_bytes(arch: Architecture, config: Config) -> int:
     """Return the bytes of draft distributions, [B, gamma, V] float32, that a server's CUDA graphs retain.
 
-    rlpipe's plugin has one buffer for the graphs of all batch sizes; without it each graph retains its own.
+    With rlpipe's plugin the graphs of all batch sizes share one buffer; otherwise each graph has a buffer.
     """
     spec, rollout = config.spec, config.rollout
     if spec.mode not in (SpecMode.REJECTION, SpecMode.BLOCK) or not spec.needs_model:
@@ -412,7 +417,7 @@ def _graph_bytes(arch: Architecture, config: Config) -> int:
 
 
 def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
-    """Return the bytes that an engine needs while the MLP or experts of one layer read `tokens` tokens."""
+    """Return the bytes that an engine needs to run the MLP or experts of one layer on `tokens` tokens."""
     if not arch.experts:
         return 3 * tokens * size * arch.intermediate
     own = tokens * arch.experts.per_token * (size * (3 * arch.inner + arch.hidden) + 4 * arch.hidden)
@@ -420,7 +425,7 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 
 
 def parked_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes of the conversations that one embedded engine keeps in addition to its rows."""
+    """Return the bytes of the conversations that one embedded engine stores in addition to its rows."""
     rollout, pipeline = config.rollout, config.pipeline
     admitted = pipeline.groups_ahead * (1 + pipeline.max_staleness)
     groups = rollout.concurrent_groups or math.ceil(admitted / rollout.workers)
@@ -432,8 +437,8 @@ def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
     """Return the bytes of keys, values and routes of one conversation on one of `tp` devices.
 
     The conversation has `max_context` tokens. With latent attention each device stores one latent vector for
-    each token, from which keys and values are computed. A delta net stores its state in float32, and one more
-    for each draft token.
+    each token; keys and values are computed from it. A delta net stores its state in float32, and one more
+    state for each draft token.
     """
     heads = max(1, arch.cached_heads // tp)
     linear, attention = _kinds(arch)
@@ -446,7 +451,7 @@ def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
 
 
 def route_bytes(arch: Architecture) -> int:
-    """Return the bytes that record which experts read one token; 0 without experts."""
+    """Return the bytes per token that record which experts read the token; 0 without experts."""
     if (experts := arch.experts) is None:
         return 0
 
@@ -455,15 +460,15 @@ def route_bytes(arch: Architecture) -> int:
 
 
 def _element(config: Config) -> int:
-    """Return the bytes of one number in the engine."""
+    """Return the bytes per element of the engine's weights and KV cache."""
     return 4 if config.rollout.dtype is Dtype.FLOAT32 else 2
 
 
 def estimate(config: Config, gpu_memory: int = 0) -> list[Memory]:
-    """Estimate every kind of process of a run. gpu_memory: bytes of one GPU, 0 on a CPU."""
+    """Estimate each kind of process of a run. gpu_memory: bytes of one GPU, 0 on a CPU."""
     run_mode, processes = config.run.half, []
 
-    # The policy is trained; a decoupled actor, if there is one, generates for it and is trained too.
+    # A decoupled actor, if there is one, generates instead of the policy, and both are trained.
     policy = read_architecture(read_config(resolve_model(config.model.path)))
     served = read_architecture(read_config(resolve_model(config.rollout_model)))
 
@@ -484,7 +489,7 @@ def estimate(config: Config, gpu_memory: int = 0) -> list[Memory]:
     elif run_mode.generates:
         engine = engine_memory(served, config, on_gpu=gpu_memory > 0 and config.rollout.device != "cpu")
 
-        # In one process with the trainer, libraries are loaded only once.
+        # If engine and trainer are one process, it loads libraries only once.
         shared = run_mode.trains and config.cluster.mode is ClusterMode.INLINE
         if not gpu_memory:
             engine = _on_host(engine, config, libraries=0 if shared else LIBRARIES)
@@ -494,16 +499,16 @@ def estimate(config: Config, gpu_memory: int = 0) -> list[Memory]:
 
 
 def _on_host(memory: Memory, config: Config, *, libraries: int, saved: int = 0) -> Memory:
-    """Add what a process takes on a CPU beyond its tensors, and the copy that a checkpoint is written from.
+    """Add what a process on a CPU needs beyond its tensors: libraries, retained blocks, a checkpoint's copy.
 
-    libraries: their bytes, 0 where they are counted for another part of the process. saved: those of the
-    copy.
+    libraries: their bytes; 0 if they are already counted for another part of the process. saved: bytes of the
+    copy from which a checkpoint is written.
     """
     parts = memory.parts
     passing = sum(parts.get(name, 0) for name in ("activations", "logits", "update"))
     retained = int(RETAINED * passing)
 
-    # Unless the next step begins while it is written, the copy takes the place of activations.
+    # The copy replaces activations, unless the next step begins while the checkpoint is written.
     run = config.run
     if not (run.save_async and 0 < run.save_every < run.steps):
         saved = max(0, saved - passing - retained)
@@ -512,7 +517,7 @@ def _on_host(memory: Memory, config: Config, *, libraries: int, saved: int = 0) 
 
 
 def gpu_bytes(config: Config) -> int:
-    """Return the bytes of one GPU: `cluster.gpu_gb`, else this machine's first GPU, 0 without any."""
+    """Return the bytes of one GPU: `cluster.gpu_gb` if set, else of this machine's first GPU, else 0."""
     if config.cluster.gpu_gb or not has_gpus():
         return int(config.cluster.gpu_gb * GIB)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -521,15 +526,15 @@ def gpu_bytes(config: Config) -> int:
 
 
 def has_gpus() -> bool:
-    """Return whether this machine has GPUs, as far as `nvidia-smi` shows it."""
+    """Return whether `nvidia-smi` shows any GPUs of this machine."""
     return shutil.which("nvidia-smi") is not None
 
 
 def host_bytes() -> int:
-    """Return the bytes of memory of this machine, or of the container that this process is in."""
+    """Return the bytes of memory of this machine, or of the container in which this process runs."""
     total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
 
-    # A container's limit is that of its cgroup (version 2).
+    # The limit of a container is the limit of its cgroup (version 2).
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return total if text == "max" else min(total, int(text))

@@ -1,7 +1,7 @@
 """Prepares the models that a configuration names, before anything reads them.
 
-A model of the Hugging Face hub is downloaded, and a model with another chat template becomes a directory of
-links with that template; both are replaced by their directories in the configuration.
+A model of the Hugging Face hub is downloaded. For a model with another chat template, a directory of links
+and that template is created. The configuration then names these directories.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TEMPLATE = "chat_template.jinja"
 
 
 def prepare_models(config: Config) -> None:
-    """Put directories of this machine into the settings that name models.
+    """Replace the model names in the settings by directories of this machine.
 
-    The driver does this once, so that all processes read the same files. A cluster of several machines
-    needs the directories on each of them, as with a local model: HF_HOME and XDG_CACHE_HOME on a shared
-    file system.
+    The driver does this once, so that all processes read the same files. As with a local model, a cluster of
+    several machines needs the directories on each machine: put HF_HOME and XDG_CACHE_HOME on a shared file
+    system.
     Raises ValueError when a model cannot be obtained, or its template cannot be used.
     """
     named = (
@@ -43,7 +43,7 @@ def prepare_models(config: Config) -> None:
 
 
 def _with_template(directory: Path, setting: str) -> Path:
-    """Return a directory with the files of a model and another chat template. Raises ValueError."""
+    """Return a directory with the files of a model, but another chat template. Raises ValueError."""
     from rlpipe.preflight.checkpoint_and_machine import check_template
 
     file = resolve(setting)
@@ -57,7 +57,7 @@ def _with_template(directory: Path, setting: str) -> Path:
         ) from None
     check_template(file, text)
 
-    # The name identifies its content: an edited template is another directory.
+    # The directory's name is a hash of its content, so an edited template gets another directory.
     content = "\0".join([text, *(str(entry.resolve()) for entry in files)])
     name = f"{directory.name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     target = cache_directory("").parent / "templates" / name
@@ -71,7 +71,7 @@ def _with_template(directory: Path, setting: str) -> Path:
             (partial / entry.name).symlink_to(entry.resolve())
         (partial / TEMPLATE).write_text(text, encoding="utf-8")
         partial.chmod(0o755)
-        # Another launch may have made it in the meantime.
+        # Another launch may have created it in the meantime.
         with suppress(FileExistsError):
             partial.rename(target)
     except OSError as error:

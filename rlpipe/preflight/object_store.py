@@ -1,15 +1,15 @@
 """Checks that Ray's object store can hold published weights, and recorded experts (rollout.replay_routes).
 
-Owns this sum only: everything else in a trajectory is tens of bytes for each token. Where the trainer does
-not send weights to the servers itself, a version is in the store of its node, and in that of every node with
-a rollout worker. Finished groups stay in the store of the driver's node until they are trained on, as views
-that cannot be moved. Those of a step are stored there a second time, together, and copied to each node with a
-trainer rank. At full length:
+Counts only these two: everything else in a trajectory is tens of bytes per token. If the trainer does not
+send weights to the servers itself, a version is in the object store of the trainer's node, and in the store
+of every node with a rollout worker. Finished groups stay in the store of the driver's node until they are
+trained on, as views that cannot be moved. The groups of a step are stored there a second time, as one object,
+which is copied to each node with a trainer rank. At full length:
 
-    a version the trained weights in the trainer's type, target and draft
-    a token   layers with experts * experts per token * 1 byte (2 from 256 experts on)
+    a version the trained weights of target and draft, in the trainer's dtype
+    a token   layers with experts * experts per token * 1 byte (2 bytes for 256 or more experts)
     a step    prompts_per_step * group_size * max_context tokens
-    waiting   1 + max_staleness steps, and what is oversampled
+    waiting   1 + max_staleness steps, and oversampled groups
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def store_memory(config: Config) -> Memory | None:
-    """Estimate the store of the driver's node at its peak; None if it holds neither weights nor routes."""
+    """Estimate the peak size of the driver node's store; None if it holds neither weights nor routes."""
     if config.cluster.mode is not ClusterMode.RAY or config.task is not Task.RL:
         return None
 
@@ -48,18 +48,18 @@ def store_memory(config: Config) -> Memory | None:
 
 
 def _passes_weights(config: Config) -> bool:
-    """Return whether versions pass through the store: not those that the trainer sends to servers itself."""
+    """Return whether weights pass through the store; False if the trainer sends them to servers itself."""
     if config.run.half is not RunMode.BOTH or config.broadcasts_weights:
         return False
     transfer = config.rollout.sglang.weight_transfer
     if config.rollout.engine is EngineKind.SGLANG and transfer is WeightTransfer.AUTO:
-        # `run.with_weight_transfer` will choose `shared` here, whatever the machine.
+        # In this case `run.with_weight_transfer` will choose `shared` on any machine.
         return config.cluster.share_gpus and config.trainer.world_size > 1 and config.cotrains_draft
     return True
 
 
 def _records(config: Config) -> dict[str, int]:
-    """Return the bytes of the experts recorded for the step in training and for groups that wait."""
+    """Return the bytes of recorded experts, for the step in training and for waiting groups."""
     arch, pipeline = read_architecture(read_config(resolve_model(config.rollout_model))), config.pipeline
     group = pipeline.group_size * config.rollout.max_context * route_bytes(arch)
     waiting = group * pipeline.groups_ahead * (1 + pipeline.max_staleness)
@@ -67,25 +67,24 @@ def _records(config: Config) -> dict[str, int]:
 
 
 def local_store() -> int:
-    """Return the bytes of the object store of a Ray that is started on this machine."""
+    """Return the bytes of the object store that Ray would have if started on this machine."""
     shared = os.statvfs(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     capacity = int(0.95 * shared.f_bavail * shared.f_bsize) if shared else 0
 
-    # Ray takes a share of the free memory: at most /dev/shm, or 10 GB where that is smaller, and never more
-    # than 200 GB.
+    # Ray takes a share of the free memory, but at most the larger of /dev/shm and 10 GB, and at most 200 GB.
     return min(int(_SHARE * (host_bytes() - psutil.virtual_memory().used)), max(_DISK, capacity), _MOST)
 
 
 def check_store(config: Config, driver: int, others: int | None = None) -> None:
-    """Refuse what an object store cannot hold. Raises ValueError with settings that fit.
+    """Refuse a run whose data an object store cannot hold. Raises ValueError with settings that fit.
 
-    driver: bytes of the store of the driver's node. others: of the smallest store of another node (None:
-    there is no other).
+    driver: bytes of the driver node's store. others: bytes of the smallest store of the other nodes, or None
+    if there is no other node.
     """
     if (memory := store_memory(config)) is None:
         return
 
-    # The driver's node stores what waits too, the others only copies of the step and of the weights.
+    # Only the driver's node stores waiting groups; the others store copies of the step and of the weights.
     copied = memory.total - memory.parts.get("waiting", 0)
     needed, capacity, where = memory.total, driver, "the driver's"
     if needed <= driver:
@@ -116,7 +115,7 @@ def check_store(config: Config, driver: int, others: int | None = None) -> None:
 
 
 def _too_large_weights(config: Config, weights: int, capacity: int, where: str) -> str:
-    """Return the start of a message: the size of a version, and a transfer that needs no store, if any."""
+    """Return the start of an error message: the size of a version, and a transfer that avoids the store."""
     message = (
         f"one version of the weights takes {weights / GIB:.1f} GiB of Ray's object store on {where} node, "
         f"which has {capacity / GIB:.1f}"
@@ -127,7 +126,7 @@ def _too_large_weights(config: Config, weights: int, capacity: int, where: str) 
     if not sent.broadcasts_weights:
         return f"{message}. Take a smaller model"
 
-    # On shared GPUs each trainer rank can send to its server, except a draft that only the first rank has.
+    # On shared GPUs each trainer rank can send to its server, unless only the first rank has the draft.
     by_ranks = config.cluster.share_gpus and not config.cotrains_draft
     remedy = "rollout.sglang.weight_transfer=auto" if by_ranks else "cluster.share_gpus=false"
     return (

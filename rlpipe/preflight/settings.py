@@ -58,7 +58,7 @@ def check_shared_gpus(config: Config) -> None:
             "of its memory, weights and KV, the server takes (e.g. memory_fraction=0.4)."
         )
 
-    # On a shared GPU one transfer does not work at all, and one not with a draft that only a single rank has.
+    # On a shared GPU, `collective` never works, and `ipc` does not work if only the first rank has the draft.
     if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
         raise ValueError(
             "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
@@ -92,7 +92,7 @@ def _check_growth(config: Config) -> None:
 
 
 def _check_function(config: Config) -> None:
-    """Refuse a data set or a reward that the environment would not use. Raises ValueError with a hint."""
+    """Refuse a user's data set or reward that the environment would ignore. Raises ValueError with a hint."""
     unused = [name for name, value in (("data.train", config.data.train), ("reward", config.reward)) if value]
     if unused and config.env.name not in (EnvName.FUNCTION, EnvName.AGENT):
         raise ValueError(
@@ -131,7 +131,7 @@ def check(config: Config) -> None:
             f"task={config.task}: remove it."
         )
 
-    # The model that generates may be a separate actor, with another config.json than the policy.
+    # The model that generates may be a separate actor with a different config.json.
     served = hf_config = read_config(resolve_model(config.model.path))
     if config.decoupled.active:
         served = check_decoupled(config, hf_config)
@@ -144,9 +144,9 @@ def check(config: Config) -> None:
         need = f"algo.correction={correction} compares the distributions of rollout and trainer"
         _require_sampling(config, need)
 
-    # Training and probing the MTP layer both need a checkpoint that has one.
+    # Training or probing the MTP layer needs a checkpoint that has one.
     probed = config.metrics.probe.every and config.spec.needs_mtp
-    # A draft model with a separate directory does not.
+    # A draft model in a separate directory needs no MTP layer.
     separate_draft = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.has_directory
     learns = config.draft.online and not (separate_draft or config.cotrains_draft)
     if learns or (probed and config.task is Task.RL):
@@ -158,7 +158,7 @@ def check(config: Config) -> None:
             "head than its target: train an MTP layer with it, or set draft.objective=kl."
         )
 
-    # Objectives on windows verify sequences that the draft generates itself, which some layouts cannot do.
+    # Objectives on windows verify sequences that the draft generates itself; some layouts cannot do this.
     trained = config.draft.online or config.task is Task.MTP_ADAPT
     if trained and config.draft.windows and config.trainer.cp > 1:
         raise ValueError(
@@ -196,7 +196,7 @@ def check(config: Config) -> None:
             f"val.temperature={temperatures[1]}: set both to 0, or spec.mode=rejection to sample."
         )
 
-    # The policy and the model that generates must both reach to the end of a conversation.
+    # The context lengths of the policy and of the model that generates must both hold a conversation.
     models = (hf_config, served)
     longest = min(read_rope(model).reach(int(model.get("max_position_embeddings", 0))) for model in models)
     if longest and config.rollout.max_context > longest:
@@ -217,7 +217,7 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
         )
 
-    # Refuse unknown architectures first: the next checks read fields that those may lack.
+    # Refuse unknown architectures first: the next checks read fields that they may lack.
     read_architecture(hf_config)
     check_parallel(config.trainer, hf_config)
     check_adapters(config, hf_config)
@@ -241,8 +241,8 @@ def check(config: Config) -> None:
 
 
 def _check_learnable(config: Config) -> None:
-    """Refuse runs in which nothing could be learnt. Raises ValueError."""
-    # spec.mode=greedy decodes at temperature 0 only, so there it is not a mistake.
+    """Refuse runs that could not learn anything. Raises ValueError."""
+    # spec.mode=greedy decodes only at temperature 0, so temperature 0 is not a mistake there.
     greedy = config.spec.mode is SpecMode.GREEDY
     if config.rollout.temperature == 0 and config.run.half is RunMode.BOTH and not greedy:
         raise ValueError(
@@ -273,7 +273,7 @@ def check_adapters(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_replay(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse the replay of routes where none are recorded, or no trainer reads them. Raises ValueError."""
+    """Refuse to replay routes if none are recorded or no trainer reads them. Raises ValueError."""
     if not config.rollout.replay_routes:
         return
 
@@ -299,7 +299,7 @@ def check_replay(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_biases(path: str, hf_config: Mapping[str, Any]) -> None:
-    """Refuse biases that the trainer has no parameters for. Raises ValueError."""
+    """Refuse a model with biases for which the trainer has no parameters. Raises ValueError."""
     arch = read_architecture(hf_config)
     for setting, where, present in (
         ("attention_bias", "o_proj", arch.output_bias),
@@ -350,7 +350,7 @@ def _require_sampling(config: Config, need: str) -> None:
 
 
 def check_run_mode(config: Config) -> None:
-    """Refuse modes and dumps outside task=rl, and stale=drop with fixed weights. Raises ValueError."""
+    """Refuse run modes and dumps unless task=rl, and stale=drop with fixed weights. Raises ValueError."""
     run_mode = config.run.half
     if config.task is not Task.RL and (run_mode is not RunMode.BOTH or config.run.dump):
         raise ValueError(
@@ -366,9 +366,9 @@ def check_run_mode(config: Config) -> None:
 
 
 def check_staleness(config: Config) -> None:
-    """Refuse tokens of any age without a correction, and runs that would drop all. Raises ValueError.
+    """Refuse training on stale tokens without a correction, and runs that would drop all tokens.
 
-    PPO's ratio to the rollout policy (proximal=rollout) is a correction too.
+    PPO's ratio to the rollout policy (proximal=rollout) is a correction too. Raises ValueError.
     """
     corrected = config.algo.correction is not Correction.NONE or config.algo.proximal is Proximal.ROLLOUT
     if config.pipeline.stale is Stale.KEEP and not corrected:
@@ -387,7 +387,7 @@ def check_staleness(config: Config) -> None:
 
 
 def _check_credit(config: Config) -> None:
-    """Refuse a filter that would drop groups which credit by turn learns from. Raises ValueError."""
+    """Refuse a filter that drops groups from which turn-level credit could learn. Raises ValueError."""
     if config.algo.credit is Credit.TURN and config.pipeline.filter_equal_rewards:
         raise ValueError(
             "pipeline.filter_equal_rewards=true drops groups whose trajectories have equal rewards, and with "
@@ -397,7 +397,7 @@ def _check_credit(config: Config) -> None:
 
 
 def check_sglang(config: Config) -> None:
-    """Refuse what the SGLang engine cannot do on any machine. Raises ValueError."""
+    """Refuse settings that the SGLang engine cannot follow on any machine. Raises ValueError."""
     if config.spec.mode is SpecMode.TREE:
         raise ValueError(
             f"spec.mode={config.spec.mode}: SGLang decodes a chain of drafts. Use spec.mode=rejection, or "
@@ -431,7 +431,7 @@ def check_adapt(config: Config) -> None:
             f"trainer.pp*trainer.dp={config.trainer.world_size}: set each to 1."
         )
 
-    # Some losses are exact for what the target samples, and biased by the text of others.
+    # Some losses are exact only for tokens that the target sampled, and biased for other text.
     for setting, remedy in config.draft.own_tokens_only.items():
         if config.adapt.data:
             raise ValueError(
@@ -453,7 +453,7 @@ def check_adapt(config: Config) -> None:
             "during RL, and every step of adaptation trains the draft. Set draft.interval=1."
         )
 
-    # The learning rate of adaptation is constant after a share of the steps; `draft` has the one of RL.
+    # In adaptation, `adapt.warmup` sets the learning-rate schedule; the schedule in `draft` is for RL.
     for name, value, unused in (
         ("warmup_steps", config.draft.warmup_steps, 0),
         ("lr_schedule", config.draft.lr_schedule, LrSchedule.CONSTANT),
@@ -469,7 +469,7 @@ def check_adapt(config: Config) -> None:
 def check_run_dir(run: RunSettings) -> None:
     """Refuse a run directory that cannot be written or reused. Raises ValueError.
 
-    The test writes a file in it, then removes the file and every folder that it had to create.
+    The check writes a file in the directory, then removes the file and every folder that it had to create.
     """
     directory = resolve(run.dir)
     checkpoints = directory / "checkpoints"
@@ -479,11 +479,11 @@ def check_run_dir(run: RunSettings) -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         probe = checkpoints / ".writable"
         try:
-            # 1 MiB is about the size of the records of the first steps.
+            # 1 MiB is about the size of the first steps' records.
             probe.write_bytes(bytes(1 << 20))
         finally:
             probe.unlink(missing_ok=True)
-            # A command that is refused later must leave no folder behind; another run may use one by now.
+            # A command that is refused later must leave no folders; another run may already use one of them.
             with suppress(OSError):
                 for path in new:
                     path.rmdir()
@@ -501,5 +501,5 @@ def check_run_dir(run: RunSettings) -> None:
 
 
 def _holds_run(directory: Path) -> bool:
-    """Return whether a directory has the records or checkpoints of a run."""
+    """Return whether a directory contains records or checkpoints of a run."""
     return (directory / "metrics.jsonl").exists() or any((directory / "checkpoints").glob("step_*"))
