@@ -1,8 +1,8 @@
-"""Model families: one file and one row each, read by the trainer, the engines and the canary.
+"""Model families, which the trainer, the engines and the canary read.
 
-A family is a module of this package that holds `FAMILY`, and a row of `FAMILIES`. Two modules hold what all
-share: `base` (dimensions, refusals, the table of weights) and `checkpoint` (the files of a Hugging Face
-directory). Everything here is data: nothing loads torch.
+To add a family, write a module of this package that defines `FAMILY`, and add a row to `FAMILIES`. Two
+modules contain the common parts: `base` (dimensions, refusals, the table of weights) and `checkpoint` (the
+files of a Hugging Face directory). This package contains only data and loads no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Return the family that a `config.json` names. Raises ValueError when there is none of that name."""
     name = hf_config.get("model_type")
     if isinstance(name, str):
-        name = name.removesuffix("_text")  # of a model that also sees
+        name = name.removesuffix("_text")  # the text part of a multimodal model
     if name not in FAMILIES:
         raise ValueError(
             f"model_type={name!r} is not supported. Use a checkpoint of one of these families: "
@@ -57,6 +57,6 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     """Read the dimensions of a model from the contents of its `config.json`.
 
-    Raises ValueError for families and options that would be computed wrongly.
+    Raises ValueError for unknown families, and for options that are not supported.
     """
     return family_of(hf_config).parse(hf_config)

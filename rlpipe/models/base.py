@@ -1,8 +1,8 @@
 """The base of all families: a decoder's dimensions, its refusals, and one table of its weights.
 
-Owns names and shapes; computes nothing with tensors. The table has, once for each weight, its names in
-Hugging Face files, in Megatron and on an SGLang server, and its layout; the trainer's bridge
-(`trainer/hf_bridge.py`) and the canary turn that into tensors.
+Owns names and shapes; computes nothing with tensors. For each weight, the table has a row with its layout and
+its names in Hugging Face files, in Megatron and on an SGLang server. The trainer's bridge
+(`trainer/hf_bridge.py`) and the canary use the table to convert tensors.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 class Layout(Enum):
-    """How a weight is made of its Hugging Face tensors and how it is cut over ranks."""
+    """How a weight is composed of Hugging Face tensors, and how it is cut over ranks."""
 
-    WHOLE = auto()  # one tensor that every rank holds
-    QKV = auto()  # query, key and value: Megatron by query group, a server one after the other
+    WHOLE = auto()  # one tensor, in full on every rank
+    QKV = auto()  # query, key and value: ordered by query group in Megatron, concatenated on a server
     GATE_UP = auto()  # gate and up: each rank holds a slice of both
     COLUMNS = auto()  # one tensor, cut along its input
     VOCABULARY = auto()  # one tensor, cut along its rows, which are padded
-    SWAPPED = auto()  # Megatron reads cat(embedding, hidden), MiMo cat(hidden, embedding); a server: whole
-    ROWS = auto()  # one tensor, cut along its output; a server: whole
+    SWAPPED = auto()  # Megatron reads cat(embedding, hidden), MiMo cat(hidden, embedding); uncut on a server
+    ROWS = auto()  # one tensor, cut along its output; uncut on a server
     HEADS = auto()  # one tensor, cut along its output by heads, on a server too
-    DELTA = auto()  # of a delta net: Megatron by key head, a server one after the other
+    DELTA = auto()  # weight of a delta net: ordered by key head in Megatron, concatenated on a server
 
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """One weight of a model or of a layer, under the names of all who hold it.
+    """One weight of a model or of a layer, with its layout and all its names.
 
-    megatron: its names in the local and in the TransformerEngine layers. hf: of the tensors that make it.
-    served: on an SGLang server; empty where it is the Hugging Face name.
+    megatron: its names in the local and in the TransformerEngine layers. hf: names of the Hugging Face
+    tensors that form it. served: its name on an SGLang server; empty if it equals the Hugging Face name.
     """
 
     megatron: tuple[str, ...]
@@ -49,7 +49,7 @@ class Part:
 
     @property
     def served_name(self) -> str:
-        """Its name on an SGLang server."""
+        """Name of the weight on an SGLang server."""
         return self.served or self.hf[0]
 
 
@@ -94,10 +94,10 @@ MIMO_DRAFT = (  # tensors of an MTP layer outside its decoder layer, in this ord
 
 
 def refuse(problems: Mapping[str, Any], hint: str) -> None:
-    """Refuse the first problem of a config.json that is present (true).
+    """Refuse a config.json with one of these problems (problem -> whether the config has it).
 
     Raises:
-        ValueError: names the problem; hint: models that can be used.
+        ValueError: names the first problem that is present, and `hint`, the models that can be used.
     """
     for problem, present in problems.items():
         if present:
@@ -105,10 +105,10 @@ def refuse(problems: Mapping[str, Any], hint: str) -> None:
 
 
 def whole_number(name: str, value: object) -> int:
-    """Return a size of a config.json.
+    """Return the value of a size in a config.json.
 
     Raises:
-        ValueError: it is not a whole number above 0.
+        ValueError: the value is not a whole number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
@@ -120,15 +120,18 @@ def whole_number(name: str, value: object) -> int:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Experts:
-    """MoE instead of each layer's MLP; a token's weights are a softmax of its scores.
+    """An MoE instead of each layer's MLP. The routing weights of a token are a softmax of its scores.
 
-    count: of experts, each a gated MLP of `intermediate` channels. per_token: how many of them read a token,
-    those of the highest scores. normed: whether the weights of those sum to 1, or those of all experts.
-    sigmoid: weights are sigmoids of the scores, a bias is added to them only for the choice.
-    scaling: what the weights are multiplied by. shared: channels of an MLP that reads every token, 0 without.
-    gated: whether that is multiplied by a sigmoid of a score of its own.
-    dense: layers at the start that have an MLP instead. groups: of as many experts each, of which a token's
-    experts come from those `groups_per_token` whose two best scores have the largest sums.
+    count: number of experts. Each is a gated MLP of `intermediate` channels.
+    per_token: number of experts that read a token: those with the highest scores.
+    normed: whether the routing weights of these chosen experts sum to 1; else those of all experts do.
+    sigmoid: routing weights are sigmoids of the scores instead; a bias is added only to choose experts.
+    scaling: factor of the routing weights.
+    shared: channels of a shared MLP that reads every token; 0 without one.
+    gated: whether the shared MLP's output is multiplied by the sigmoid of a separate score.
+    dense: number of layers at the start that have an MLP instead of an MoE.
+    groups: number of groups of equally many experts. A group's score is the sum of its two best scores, and a
+        token's experts come from the `groups_per_token` groups with the highest scores.
     """
 
     count: int
@@ -145,11 +148,11 @@ class Experts:
 
     @property
     def shared_name(self) -> str:
-        """Name in files of the MLP that reads every token."""
+        """Name of the shared MLP in files."""
         return "mlp.shared_expert" if self.gated else "mlp.shared_experts"
 
     def parts(self) -> Iterator[Part]:
-        """Yield the weights of a layer: router, shared MLP, and of each expert its part of a fused weight."""
+        """Yield the weights of an MoE layer: router, shared MLP, each expert's part of the fused weights."""
         yield ROUTER
         if self.sigmoid:
             yield ROUTER_BIAS
@@ -162,7 +165,7 @@ class Experts:
             yield Part((f"{megatron}linear_fc1.weight",), gate_up, Layout.GATE_UP, f"{hf}gate_up_proj.weight")
             yield Part((f"{megatron}linear_fc2.weight",), (f"{hf}down_proj.weight",), Layout.COLUMNS)
 
-        # A server keeps the experts of a layer in two tensors, w13 and w2.
+        # A server stores the experts of a layer in two tensors, w13 and w2.
         for index in range(self.count):
             megatron, hf = f"mlp.experts.local_experts.{index}.", f"mlp.experts.{index}."
             gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
@@ -175,12 +178,15 @@ class Experts:
 class Architecture:
     """Dimensions of a decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    mtp_layers: draft layers, one per depth if several; 0 without a draft. draft: what each has besides a
-    decoder layer. rotary_dim: numbers of a head that are rotated, its first ones.
-    experts: in each layer but the first `dense` ones, in the place of an MLP of `intermediate` channels;
-    None in a dense model. latent: attention by latent vectors, None with grouped queries; with it head_dim is
-    that of queries and keys, and each head has its keys. delta: gated delta nets in the place of some layers'
-    attention, which then has an output gate, next to each query head in q_proj; norms multiply by 1 + weight.
+    mtp_layers: number of draft layers, one per depth if there are several; 0 without a draft.
+    draft: weights of a draft layer besides its decoder layer.
+    rotary_dim: number of elements of a head that are rotated; these are its first elements.
+    experts: the MoE that replaces the MLP of `intermediate` channels, except in the first `experts.dense`
+        layers; None in a dense model.
+    latent: latent attention; None with grouped queries. With it, head_dim is the size of a query or key, and
+        each head has separate keys.
+    delta: gated delta nets that replace the attention of some layers. The attention of the other layers then
+        has an output gate, stored next to each query head in q_proj, and norms multiply by 1 + weight.
     """
 
     family: str
@@ -208,32 +214,32 @@ class Architecture:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the products of queries and keys, where neither is scaled for its rotation."""
+        """Factor of the products of queries and keys; it includes the factors of the rotary scaling."""
         scaled = self.rope.sharpness if self.latent else self.rope.magnitude
         return scaled**2 / self.head_dim**0.5
 
     @property
     def cached_heads(self) -> int:
-        """Key heads of a token in an engine's cache: with latent attention one, for all heads."""
+        """Key heads of a token in an engine's cache; with latent attention, all heads share one."""
         return 1 if self.latent else self.kv_heads
 
     @property
     def cached_dim(self) -> int:
-        """Numbers of a cached key; with latent attention it is the value too."""
+        """Elements of a cached key; with latent attention the value is part of it."""
         return self.latent.kv_rank + self.latent.rotary if self.latent else self.head_dim
 
     @property
     def inner(self) -> int:
-        """Channels of a layer's MLP, or of one of its experts."""
+        """Channels of a layer's MLP, or of one expert if there are experts."""
         return self.experts.intermediate if self.experts else self.intermediate
 
     @property
     def uneven(self) -> bool:
-        """Whether layers differ in what weights they have."""
+        """Whether some layers have other weights than other layers."""
         return self.delta is not None or bool(self.experts and self.experts.dense)
 
     def weight_shapes(self, *, mtp: bool) -> dict[str, tuple[int, ...]]:
-        """Return HF name -> shape of every weight; mtp: the draft's too."""
+        """Return HF name -> shape of every weight. mtp: whether to include the draft's weights."""
         shapes = {
             "model.embed_tokens.weight": (self.vocab, self.hidden),
             "model.norm.weight": (self.hidden,),
@@ -307,17 +313,21 @@ class Architecture:
 class Family:
     """One model family; the defaults are Llama's.
 
-    name: `model_type` of its config.json. qkv_bias: whether query, key and value have biases where
-    `attention_bias` is not written. output_bias: whether `attention_bias` means o_proj too.
-    qk_norm: an RMSNorm on each query and key head, where `use_qk_norm` is not written. layer, draft: the
-    table of one decoder layer, and of what an MTP layer adds to it; `layer_parts` adds the experts.
-    rotary: share of a head that is rotated where `partial_rotary_factor` is not written; None where all of it
-    must be. sliding_window: whether a config asks for sliding-window attention. experts: reads an MoE of
-    experts, and refuses what of it is not supported; latent: the same of latent attention, whose weights
-    `layer` leaves out; delta: of gated delta nets. draft_place, draft_block: of SGLang's draft, what stands
-    before the names of `draft`, and the decoder layer.
-    draft_on_cpu: whether that draft starts without CUDA in a server that lacks rlpipe's plugin.
-    float32: endings of the names of weights that an SGLang server keeps so, whatever the others are.
+    name: `model_type` of its config.json.
+    qkv_bias: whether query, key and value have biases if config.json has no `attention_bias`.
+    output_bias: whether `attention_bias` also applies to o_proj.
+    qk_norm: whether each query and key head has an RMSNorm if config.json has no `use_qk_norm`.
+    layer: table of one decoder layer, without experts and latent attention; `layer_parts` adds them.
+    draft: table of the weights that an MTP layer has besides a decoder layer.
+    sliding_window: returns whether a config.json requests sliding-window attention.
+    experts, latent, delta: read the settings of the MoE, latent attention and gated delta nets from a
+        config.json, and raise ValueError for settings that are not supported; None if the family has none.
+    rotary: share of a head that is rotated if config.json has no `partial_rotary_factor`; None if the family
+        always rotates full heads.
+    draft_place, draft_block: in SGLang's draft model, prefix of the names of `draft`, and name of the decoder
+        layer.
+    draft_on_cpu: whether SGLang's draft model starts without CUDA in a server without rlpipe's plugin.
+    float32: endings of the names of weights that an SGLang server always stores in float32.
     """
 
     name: str
@@ -351,7 +361,7 @@ class Family:
         """Read the dimensions of a config.json.
 
         Raises:
-            ValueError: something in it would be computed wrongly.
+            ValueError: it has a setting that is not supported.
         """
         self._refuse_incomplete(config)
         self._refuse_unsupported(config)
@@ -394,7 +404,7 @@ class Family:
         return float(written or self.rotary or 1.0)
 
     def _refuse_incomplete(self, config: Mapping[str, Any]) -> None:
-        """Refuse a config.json without the sizes that are needed. Raises ValueError."""
+        """Refuse a config.json that lacks a required size. Raises ValueError."""
         needed = (
             "num_attention_heads",
             "hidden_size",
@@ -407,7 +417,7 @@ class Family:
             whole_number(name, config.get(name))
 
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
-        """Refuse what would be computed wrongly. Raises ValueError."""
+        """Refuse settings that are not supported. Raises ValueError."""
         factor = self._rotary_factor(config)
         scaled = bool(read_rope(config).scaling)
         stored = config.get("quantization_config")

@@ -1,19 +1,19 @@
 """Names and files of target and draft weights in a Hugging Face directory.
 
-Owns names, reading and writing of `config.json` + safetensors; builds no model. The backbone has
-the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*` as in MiMo's files:
+Owns names, reading and writing of `config.json` + safetensors; builds no model. The backbone's weights have
+the names of Qwen2 / Qwen3 / Llama. The MTP layer is named `model.mtp_layers.0.*` as in MiMo's files:
 
     token_layernorm, hidden_layernorm, input_proj [H, 2H] over cat(hidden, embedding),
     one decoder layer (self_attn, mlp, input_layernorm, post_attention_layernorm), final_layernorm
 
-Depth k at anchor t reads token t+k and the previous hidden (backbone's final-norm output for k=1,
-the MTP layer's own final_layernorm output after), at RoPE position t+k-1; its logits come from the
-shared lm_head and predict token t+k+1.
+Depth k at anchor t reads token t+k and the previous hidden state, at RoPE position t+k-1. This hidden state
+is the backbone's final-norm output for k=1, and the MTP layer's final_layernorm output for k>1. The logits
+come from the shared lm_head and predict token t+k+1.
 
-Files and servers of other families call it `model.layers.N`, N being the number of layers: `read_weights` and
-`weight_shapes` rename it; `write_checkpoint` and updates of servers restore the name (`stored_name`). Its
-copies of embedding and head are not read: all depths share the target's. Names that are particular to
-Qwen3-Next and Qwen3.5 are in `stored`.
+Files and servers of other families name the MTP layer `model.layers.N`, where N is the number of layers.
+`read_weights` and `weight_shapes` rename it; `write_checkpoint` and updates of servers restore that name
+(`stored_name`). The MTP layer's copies of embedding and head are not read, because all depths share the
+target's. Names that only Qwen3-Next and Qwen3.5 use are in `stored`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from rlpipe.models import stored
 if TYPE_CHECKING:
     import torch
 
-MTP_PREFIX = "model.mtp_layers.0."  # of the first one
-MTP_FILE = "mtp.safetensors"  # in which `rlpipe graft` and `rlpipe fetch` store it
-APPENDED = ("glm4_moe", "deepseek_v3")  # families whose MTP layer is numbered after the others
+MTP_PREFIX = "model.mtp_layers.0."  # prefix of the first MTP layer
+MTP_FILE = "mtp.safetensors"  # file in which `rlpipe graft` and `rlpipe fetch` store the MTP layer
+APPENDED = ("glm4_moe", "deepseek_v3")  # families that number the MTP layer after the decoder layers
 GRAFTED = (
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
-)  # dense families on which `rlpipe graft` puts MiMo's MTP layer
-_PLAIN = ("BF16", "F16", "F32", "F64")  # dtypes of safetensors that hold weights as they are
-_EXPONENTS = {  # dtype of safetensors -> of its bits, and those of the exponent
+)  # dense families to which `rlpipe graft` adds an MTP layer of MiMo's layout
+_PLAIN = ("BF16", "F16", "F32", "F64")  # safetensors dtypes of weights that need no scales
+_EXPONENTS = {  # safetensors dtype -> NumPy dtype of the same size, mask of the exponent bits
     "BF16": ("<u2", 0x7F80),
     "F16": ("<u2", 0x7C00),
     "F32": ("<u4", 0x7F800000),
     "F64": ("<u8", 0x7FF0000000000000),
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer drafts among, see `config.draft_vocab`
+DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer can draft, see `config.draft_vocab`
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,7 +59,7 @@ TOKENIZER_FILES = (
 
 
 def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]:
-    """Read `config.json` of a checkpoint directory, settings of its text model at the top level.
+    """Read `config.json` of a checkpoint directory, with the text model's settings at the top level.
 
     Args:
         setting: name of the setting that holds the path, for messages.
@@ -87,7 +87,7 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
 
 
 def _kind(path: Path, setting: str) -> str:
-    """Say what a path without a checkpoint holds, and what to name instead; empty if neither is known."""
+    """Describe what a path without a checkpoint is, and what to name instead; empty if unknown."""
     if (path / "adapter_config.json").is_file():
         base = read_json(path / "adapter_config.json", setting).get("base_model_name_or_path")
         return (
@@ -95,7 +95,7 @@ def _kind(path: Path, setting: str) -> str:
             "merge_and_unload() and save_pretrained(DIR), then name DIR)"
         )
 
-    # A checkpoint of a run, its folder of checkpoints, or its directory.
+    # The path may be a run's checkpoint, its folder of checkpoints, or its directory.
     checkpoints = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
     newest = max((step for step in checkpoints if step.name[5:].isdigit()), key=_step_number, default=path)
     if (newest / "hf" / "config.json").is_file():
@@ -111,14 +111,14 @@ def _step_number(checkpoint: Path) -> int:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a path is, or that its folder holds; None without one."""
+    """Return `path` if it is a GGUF file, or the first GGUF file in this folder; None if there is none."""
     if path.is_dir():
         return next(iter(sorted(path.glob("*.gguf"))), None)
     return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _holds_mtp(path: Path) -> bool | None:
-    """Return whether files have tensors named `mtp.*`; None where no file can be read."""
+    """Return whether the files have tensors named `mtp.*`; None if no file can be read."""
     from safetensors import SafetensorError, safe_open
 
     names = list(read_json(path / "model.safetensors.index.json", "model.path").get("weight_map") or {})
@@ -132,10 +132,10 @@ def _holds_mtp(path: Path) -> bool | None:
 
 
 def read_json(file: Path, setting: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a checkpoint; {} without the file.
+    """Read the JSON object in a file of a checkpoint; {} if there is no such file.
 
     Raises:
-        ValueError: it cannot be read, or is not an object; names the line.
+        ValueError: the file cannot be read, or is not a JSON object; the message names the line.
     """
     if not file.is_file():
         return {}
@@ -169,10 +169,10 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
     """Refuse speculation without a draft, or in a mode that the draft does not support.
 
     Args:
-        mode: `spec.mode`, or the task that drafts.
+        mode: `spec.mode`, or the task that uses the draft.
 
     Raises:
-        ValueError: there is no MTP layer, or one per depth with spec.mode=tree.
+        ValueError: there is no MTP layer, or spec.mode=tree with a separate MTP layer for each depth.
     """
     if not has_mtp(config):
         raise ValueError(
@@ -190,7 +190,7 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
 
 
 def is_mtp_weight(name: str) -> bool:
-    """Return whether an HF parameter name belongs to the draft.
+    """Return whether a weight with this HF name belongs to the draft.
 
     >>> is_mtp_weight("model.mtp_layers.0.input_proj.weight"), is_mtp_weight("model.norm.weight")
     (True, False)
@@ -223,7 +223,7 @@ def read_name(name: str, config: Mapping[str, Any]) -> str:
     if not name.startswith(prefix):
         return name
 
-    # The copies of embedding and head that such a layer carries are the target's.
+    # The MTP layer's copies of embedding and head equal the target's, and are not read.
     suffix = name.removeprefix(prefix)
     return "" if prefix != MTP_PREFIX and suffix in _COPIES else MTP_PREFIX + suffix
 
@@ -235,7 +235,7 @@ def _draft_prefix_in_files(config: Mapping[str, Any]) -> str:
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a checkpoint by HF name, on the CPU; `lm_head.weight` is there even when tied.
+    """Read all tensors of a checkpoint by HF name, on the CPU; a tied `lm_head.weight` is included.
 
     Raises:
         ValueError: there is no safetensors file.
@@ -252,7 +252,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
         _check_finite(tensors, file)
         stored_weights.update(tensors)
 
-    # Experts that are fused in files become one weight each.
+    # Fused experts in files are split into one weight per expert.
     config = read_json(Path(path) / "config.json", "model.path")
     weights = {
         part: tensor[index] if index else tensor
@@ -266,18 +266,18 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _check_finite(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Refuse weights that are not finite. Raises ValueError with file and tensor."""
+    """Refuse weights that are not finite. Raises ValueError that names file and tensor."""
     for name, tensor in tensors.items():
-        # The sum is fast to compute and finite only if every weight is, unless large weights overflow it.
+        # If the sum, which is fast to compute, is finite, so is every weight. Large weights may overflow it.
         if tensor.is_floating_point() and not tensor.float().sum().isfinite():
             _require_finite(file, name, int((~tensor.isfinite()).sum()), tensor.numel())
 
 
 def check_finite(path: str | Path) -> None:
-    """Refuse weights that are not finite, without torch, from the bits of the files.
+    """Refuse weights that are not finite. Needs no torch, because it checks the bits in the files.
 
     Raises:
-        ValueError: names file and tensor.
+        ValueError: a weight is not finite; the message names file and tensor.
     """
     import numpy as np
 
@@ -289,7 +289,7 @@ def check_finite(path: str | Path) -> None:
             if kind:
                 begin, end = (start + offset for offset in tensor["data_offsets"])
                 bits = np.frombuffer(content[begin:end], dtype=kind)
-                # An exponent of ones is that of NaN and of the infinities.
+                # NaN and the infinities have an exponent of only ones.
                 wrong = int(np.count_nonzero((bits & exponent) == exponent))
                 _require_finite(file, name, wrong, bits.size)
 
@@ -303,13 +303,13 @@ def _require_finite(file: Path, name: str, wrong: int, total: int) -> None:
 
 
 def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tuple[int, ...]]:
-    """Return HF name -> shape of every stored tensor from the headers of the files; no tied head is added.
+    """Return HF name -> shape of every stored tensor, from the files' headers; a tied head is not added.
 
     Args:
         setting: name of the setting that holds the path, for messages.
 
     Raises:
-        ValueError: a file is missing or broken; names it.
+        ValueError: a file is missing or broken; the message names it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -350,13 +350,13 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
 
 
 def check_dtypes(path: str | Path, expected: Collection[str]) -> None:
-    """Refuse weights that are stored as integers or 8-bit floats, which mean nothing without their scales.
+    """Refuse weights that are stored as integers or 8-bit floats, because these need scales to be meaningful.
 
     Args:
-        expected: HF names of weights; other tensors may be of any kind.
+        expected: HF names of weights; other tensors may have any dtype.
 
     Raises:
-        ValueError: names file and tensor.
+        ValueError: a weight has such a dtype; the message names file and tensor.
     """
     from safetensors import safe_open
 
@@ -379,13 +379,13 @@ def check_dtypes(path: str | Path, expected: Collection[str]) -> None:
 def check_weights(
     weights: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
 ) -> None:
-    """Check that names and shapes are exactly the expected ones.
+    """Check that the weights have exactly the expected names and shapes.
 
     Args:
-        optional: names that may be there or not.
+        optional: names that may be missing, or may be present without being expected.
 
     Raises:
-        ValueError: names the weights that are missing, unknown or of a wrong shape.
+        ValueError: weights are missing, unknown or of a wrong shape; the message names them.
     """
     problems = []
     if missing := sorted(expected.keys() - weights.keys() - optional):
@@ -414,10 +414,10 @@ def _some(names: list[str], limit: int = 6) -> str:
 
 
 def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like: str | Path) -> None:
-    """Write `weights` as one safetensors file, with config, tokenizer and draft vocabulary of `like`.
+    """Write `weights` as one safetensors file, and copy config, tokenizer and draft vocabulary from `like`.
 
-    A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as transformers does. Experts are
-    fused where `like` has them fused, and a vision tower, which is not read, is copied.
+    A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as in transformers. Experts are fused
+    if `like` has them fused. A vision tower, which is not read, is copied from `like`.
     """
     from safetensors.torch import save_file
 
@@ -442,7 +442,7 @@ def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like
 
 
 def _restore_layout(tensors: dict[str, torch.Tensor], like: Path) -> None:
-    """Fuse experts that are fused in the files of `like`, and add its vision tower."""
+    """Fuse the experts that are fused in the files of `like`, and add the vision tower of `like`."""
     from safetensors import safe_open
 
     for file in sorted(like.glob("*.safetensors")):

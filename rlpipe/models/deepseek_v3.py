@@ -1,9 +1,9 @@
 """DeepSeek-V3, V3.1, R1 and Moonlight: latent attention, grouped MoE with sigmoid scores, one MTP layer.
 
-Attention caches one latent vector a token (`LatentAttention`); the MoE is GLM-4.5's (`glm4_moe`) except for
-its groups: a token first chooses groups of experts, then experts of those. The bias of the choice stays as it
-was trained. The MTP layer is a decoder layer with experts, `model.layers.N` in files; its copies of embedding
-and head are not read.
+Attention caches one latent vector per token (`LatentAttention`). The MoE is GLM-4.5's (`glm4_moe`), except
+that experts are in groups: a token first chooses groups, and then experts within them. RL does not train the
+bias that is used to choose. The MTP layer is a decoder layer with experts, named `model.layers.N` in files;
+its copies of embedding and head are not read.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from rlpipe.models.base import DENSE_LAYER, Experts, Family, refuse, whole_numbe
 from rlpipe.models.latent import LatentAttention
 
 RELEASED = "a DeepSeek-V3, V3.1, R1 or Moonlight"
-DEFAULTS = {  # of transformers' DeepseekV3Config, where a config.json leaves them out
+DEFAULTS = {  # from transformers' DeepseekV3Config, used if config.json omits them
     "first_k_dense_replace": 3,
     "n_group": 8,
     "topk_group": 4,
@@ -25,7 +25,7 @@ LAYER = tuple(part for part in DENSE_LAYER if not part.megatron[0].startswith(_G
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
-    """Read the MoE settings of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the MoE settings of a config.json. Raises ValueError for settings that are not supported."""
     expected = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     for name, value in expected.items():
         if config.get(name, value) != value:
@@ -37,7 +37,7 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
 
 
 def read_latent(config: Mapping[str, Any]) -> LatentAttention:
-    """Read the latent attention of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the latent attention of a config.json. Raises ValueError for settings that are not supported."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, plain, rotary, value = (whole_number(name, config.get(name)) for name in names)
     query_rank = whole_number("q_lora_rank", config["q_lora_rank"]) if config.get("q_lora_rank") else 0

@@ -1,7 +1,7 @@
-"""Decoders that mix gated delta nets with gated attention: dimensions, weights, and what is refused.
+"""Decoders that mix gated delta nets with gated attention: dimensions, weights, and refusals.
 
 Owns names and shapes of such layers (Qwen3-Next, Qwen3.5); `trainer/delta_net.py` computes them. A layer has
-either a delta net or attention whose output is gated, and norms that multiply by 1 + weight.
+either a delta net or attention with an output gate. Its norms multiply by 1 + weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMON = (
     Part((f"{_MEGATRON}norm_weight",), (f"{_HF}norm.weight",)),
     Part((f"{_MEGATRON}out_proj.weight",), (f"{_HF}out_proj.weight",), Layout.COLUMNS),
 )
-FUSED = (  # Qwen3-Next: the rows of each key head together, as here
+FUSED = (  # Qwen3-Next: files order the rows by key head, as Megatron does
     Part((f"{_MEGATRON}in_proj_qkvz.weight",), (f"{_HF}in_proj_qkvz.weight",), Layout.DELTA),
     Part((f"{_MEGATRON}in_proj_ba.weight",), (f"{_HF}in_proj_ba.weight",), Layout.DELTA),
     *COMMON,
@@ -50,9 +50,10 @@ DRAFT = (
 
 
 def check_kernel(path: str) -> None:
-    """Refuse to train delta nets on a GPU without their kernel. path: of the model. Raises ValueError.
+    """Refuse to train delta nets on a GPU without their kernel. path: the model's. Raises ValueError.
 
-    In plain torch the rule is a float32 loop over chunks: hundreds of thousands of launches a micro-batch.
+    Without it, torch runs the update rule as a float32 loop over chunks: hundreds of thousands of launches
+    per micro-batch.
     """
     if importlib.util.find_spec("fla") is None:
         raise ValueError(
@@ -65,8 +66,9 @@ def check_kernel(path: str) -> None:
 class DeltaNet:
     """Gated delta nets instead of the attention of some layers.
 
-    A key head serves value_heads / key_heads value heads. kernel: tokens a convolution reads.
-    linear: of each layer, whether it has one. separate: whether files keep each input projection in a tensor.
+    Each key head serves value_heads / key_heads value heads. kernel: tokens that the convolution reads.
+    linear: for each layer, whether it has a delta net. separate: whether each input projection is a separate
+    tensor in files.
     """
 
     key_heads: int
@@ -79,17 +81,17 @@ class DeltaNet:
 
     @property
     def keys(self) -> int:
-        """Width of all keys; queries have the same."""
+        """Width of all keys together; all queries together have the same width."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Width of all values, and of the gate of the output."""
+        """Width of all values together, and of the output gate."""
         return self.value_heads * self.value_dim
 
     @property
     def state(self) -> int:
-        """Numbers that one conversation holds per layer: its state, and inputs of the convolution."""
+        """Elements stored per conversation and layer: the state, and inputs of the convolution."""
         return self.values * self.key_dim + self._convolved * (self.kernel - 1)
 
     @property
@@ -97,7 +99,7 @@ class DeltaNet:
         return 2 * self.keys + self.values
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield HF name after `layers.N.` and shape of each weight of a delta net."""
+        """Yield the HF name (after `layers.N.`) and shape of each weight of a delta net."""
         rows = {"in_proj_qkvz": self._convolved + self.values, "in_proj_ba": 2 * self.value_heads}
         if self.separate:
             rows = {"in_proj_qkv": self._convolved, "in_proj_z": self.values}
@@ -112,7 +114,7 @@ class DeltaNet:
         yield f"{_HF}out_proj.weight", (hidden, self.values)
 
     def blocks(self, name: str) -> tuple[int, ...]:
-        """Return the sizes of a weight's row blocks, by its HF name; each block is ordered by key head."""
+        """Return the sizes of the row blocks of a weight, by HF name; each block is ordered by key head."""
         sizes = {
             "conv1d.weight": (self.keys, self.keys, self.values),
             "in_proj_qkv.weight": (self.keys, self.keys, self.values),
@@ -124,7 +126,7 @@ class DeltaNet:
 
 
 def read_delta_net(config: Mapping[str, Any], *, separate: bool) -> DeltaNet:
-    """Read the delta nets of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the delta nets of a config.json. Raises ValueError for settings that are not supported."""
     key_heads, value_heads, key_dim, value_dim, kernel = (
         whole_number(f"linear_{name}", config.get(f"linear_{name}"))
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -162,7 +164,7 @@ def read_delta_net(config: Mapping[str, Any], *, separate: bool) -> DeltaNet:
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
-    """Read the MoE settings of a config.json, with a gated shared expert. Raises ValueError for others."""
+    """Read the MoE settings of a config.json with a gated shared expert. Raises ValueError for other MoEs."""
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     count, per_token, intermediate, shared = (whole_number(name, config.get(name)) for name in names)
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
@@ -187,6 +189,6 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-# a server has no module of attention: its weights are in the layer itself
+# On a server these layers have no module `self_attn`; the attention weights belong to the layer itself.
 _DENSE = tuple(replace(part, served=part.served_name.replace("self_attn.", "")) for part in DENSE_LAYER)
 LAYER_FUSED, LAYER_SEPARATE = (*_DENSE, *FUSED), (*_DENSE, *SEPARATE)

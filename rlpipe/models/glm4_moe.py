@@ -1,9 +1,9 @@
 """GLM-4.5, 4.6 and 4.7: dense layers, then an MoE with sigmoid scores, and one MTP layer.
 
-Half of each head is rotated, queries and keys have biases, and in the larger model norms. A bias for each
-expert, added to the scores only for the choice, is not trained: it balanced experts in
-pretraining, and RL does not move it. The MTP layer is a decoder layer with experts; its files call it
-`model.layers.N`, N being the number of layers (see `checkpoint`).
+Half of each head is rotated. Queries and keys have biases, and in the larger model also norms. Each expert
+has a bias, which is added to the scores only to choose experts. It balanced the experts in pretraining, and
+RL does not train it. The MTP layer is a decoder layer with experts, named `model.layers.N` in files, where N
+is the number of layers (see `checkpoint`).
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ _GROUPS = {
 def read_experts(
     config: Mapping[str, Any], released: str = "a GLM-4.5, 4.6 or 4.7", *, grouped: bool = False
 ) -> Experts:
-    """Read the MoE settings of a config.json. Raises ValueError for what would be computed wrongly.
+    """Read the MoE settings of a config.json. Raises ValueError for settings that are not supported.
 
-    released: models that can be used, for the message. grouped: whether experts may come in groups.
+    released: models that can be used, for the message. grouped: whether groups of experts are supported.
     """
     count = whole_number("n_routed_experts", config.get("n_routed_experts", config.get("num_local_experts")))
     per_token, intermediate = (

@@ -1,9 +1,9 @@
-"""Models of the Hugging Face hub by their id, `org/name` or `org/name@revision`: found, downloaded, cached.
+"""Downloads models of the Hugging Face hub into a cache, by their id `org/name` or `org/name@revision`.
 
-huggingface_hub downloads, and resumes where a connection broke, into its own cache (HF_HOME), with its own
-token (HF_TOKEN, `hf auth login`) and address (HF_ENDPOINT). Owns which files are needed, what is refused
-before a download, and the messages. Without a network, or with HF_HUB_OFFLINE=1, the copy in the cache is
-used. Imports no torch.
+huggingface_hub downloads into its cache (HF_HOME), with its token (HF_TOKEN, `hf auth login`) and address
+(HF_ENDPOINT), and resumes after a broken connection. This module owns the choice of files, the checks before
+a download, and the messages. Without a network, or with HF_HUB_OFFLINE=1, the copy in the cache is used.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TIMEOUT_S = 15.0  # until the hub answers
+_TIMEOUT_S = 15.0  # timeout of a request to the hub
 WANTED = (
     "*.safetensors",
     "model.safetensors.index.json",
@@ -35,14 +35,14 @@ WANTED = (
     "*preprocessor_config.json",
     "draft_vocab.json",
 )
-"""Files of a model that a run reads, by pattern."""
+"""Patterns of a model's files that a run reads."""
 
 SKIPPED = ("*/*", "consolidated*")
-"""Files that it does not read: in folders, and Mistral's, which repeat the weights under other names."""
+"""Patterns of files that are not read: files in folders, and Mistral's copies of the weights."""
 
 
 def hub_id(path: str) -> tuple[str, str] | None:
-    """Return id and revision ("" without one) if a path names a model of the hub; an existing path does not.
+    """Return id and revision ("" without one) if `path` names a model of the hub; None if the path exists.
 
     >>> hub_id("Qwen/Qwen3-0.6B"), hub_id("Qwen/Qwen3-0.6B@main"), hub_id("./Qwen/Qwen3-0.6B")
     (('Qwen/Qwen3-0.6B', ''), ('Qwen/Qwen3-0.6B', 'main'), None)
@@ -55,12 +55,12 @@ def hub_id(path: str) -> tuple[str, str] | None:
 
 @functools.cache
 def hub_directory(repo: str, revision: str, setting: str) -> Path:
-    """Return the directory of a model of the hub in this machine's cache, after downloading what is missing.
+    """Return the directory of a hub model in this machine's cache, after downloading missing files.
 
-    Raises ValueError: there is no such model, it is gated, has no safetensors, or cannot be reached.
+    Raises ValueError if there is no such model, it is gated, has no safetensors, or cannot be reached.
     """
     where = f"{setting}={repo}{revision and '@'}{revision}"
-    # A commit never changes: a complete copy of it needs no request.
+    # A commit never changes, so a complete copy of it needs no request.
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if offline or _COMMIT.fullmatch(revision):
         directory = _cached(repo, revision)
@@ -88,14 +88,14 @@ def hub_directory(repo: str, revision: str, setting: str) -> Path:
 
 
 def _download(repo: str, revision: str, where: str) -> Path:
-    """Download the files that are missing in the cache. Raises ValueError, and errors of huggingface_hub."""
+    """Download files that the cache lacks. Raises ValueError, and errors of huggingface_hub."""
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi(endpoint=_endpoint()).model_info(repo, revision=revision or None, timeout=_TIMEOUT_S)
     files = [sibling.rfilename for sibling in info.siblings or []]
     _check_files(files, where, repo)
 
-    # A branch may have moved on since it was downloaded.
+    # A branch may have new commits since it was downloaded.
     cached = _cached(repo, revision)
     if cached is not None and cached.name == info.sha:
         return cached
@@ -113,7 +113,7 @@ def _download(repo: str, revision: str, where: str) -> Path:
 
 
 def _check_files(files: list[str], where: str, repo: str) -> None:
-    """Refuse a repository that is not a model in safetensors, before its download. Raises ValueError."""
+    """Refuse a repository without a model in safetensors, before its download. Raises ValueError."""
     from huggingface_hub.utils import filter_repo_objects
 
     read = filter_repo_objects(files, allow_patterns=list(WANTED), ignore_patterns=list(SKIPPED))
@@ -147,7 +147,7 @@ def _check_files(files: list[str], where: str, repo: str) -> None:
 
 
 def _cached(repo: str, revision: str) -> Path | None:
-    """Return the complete copy in the cache; None without one."""
+    """Return the directory of a complete copy in the cache; None if there is none."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -163,7 +163,7 @@ def _cached(repo: str, revision: str) -> Path | None:
         )
         index = directory / "model.safetensors.index.json"
         shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    # An absent or incomplete copy, or an index that is cut off.
+    # The copy is absent or incomplete, or its index is cut off.
     except (OSError, ValueError, KeyError):
         return None
 
@@ -172,7 +172,7 @@ def _cached(repo: str, revision: str) -> Path | None:
 
 
 def _refusal(error: Exception, where: str, repo: str, revision: str) -> ValueError | None:
-    """Return the message for an answer that the cache must not hide; None where the hub did not answer."""
+    """Return a ValueError for an error that a cached copy must not hide; None for others (no connection)."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     login = "run `hf auth login`, or set HF_TOKEN"
@@ -217,7 +217,7 @@ def _endpoint() -> str:
 
 
 def _cache() -> Path:
-    """Return the cache of huggingface_hub, by the variables of now: it reads them when it is imported."""
+    """Return huggingface_hub's cache by the current environment; huggingface_hub reads it only on import."""
     if hub := os.environ.get("HF_HUB_CACHE"):
         return Path(hub).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -225,7 +225,7 @@ def _cache() -> Path:
 
 
 def _described(error: BaseException) -> str:
-    """Return the type and first line of an error, or of the one that caused it."""
+    """Return the type and first line of an error, or of its cause."""
     first: Any = error.__cause__ or error
     return f"{type(first).__name__}: {str(first).partition(chr(10))[0]}"
 

@@ -11,7 +11,7 @@ _DOWN = ("kv_a_proj_with_mqa", "q_a_proj")
 
 
 def travels_with(name: str) -> str:
-    """Return a name that is equal for weights that must go to a server in one bucket: SGLang fuses them.
+    """Return a key that is equal for weights that must go to a server in one bucket, because it fuses them.
 
     >>> travels_with("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
     'model.layers.0.self_attn.q_a_proj.weight'
@@ -25,11 +25,11 @@ def travels_with(name: str) -> str:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) instead of grouped queries.
 
-    Keys and values of all heads are products of one latent vector of a token. A head's query and key have a
-    part of `plain` numbers that is not rotated and one of `rotary` numbers; the rotated key is the same for
-    all heads. kv_rank: numbers of the latent vector. query_rank: of the one that queries are made of; 0 where
-    they are made of the hidden state. value: numbers of a head's value. interleaved: number 2i is rotated
-    with 2i + 1, not with i + rotary / 2.
+    Keys and values of all heads are linear in one latent vector per token. Each head's query and key have an
+    unrotated part of size `plain` and a rotated part of size `rotary`; all heads share the rotated key.
+    kv_rank: size of the latent vector. query_rank: size of the latent vector of the queries; 0 if queries are
+    computed from the hidden state. value: size of a head's value. interleaved: whether element 2i is rotated
+    with element 2i + 1; else element i is rotated with element i + rotary / 2.
     """
 
     query_rank: int
@@ -39,10 +39,10 @@ class LatentAttention:
     value: int
     interleaved: bool
 
-    norm_eps = 1e-6  # of the latent vectors; the released code leaves it at this whatever the model's is
+    norm_eps = 1e-6  # of latent vectors; released code uses it whatever the model's norm_eps is
 
     def parts(self) -> Iterator[Part]:
-        """Yield the weights of a layer's attention; a server fuses the two that read the hidden state."""
+        """Yield the weights of an attention layer; a server fuses the two that read the hidden state."""
         down, megatron, hf = "kv_a_proj_with_mqa.weight", "self_attention.", "self_attn."
         served = ""
         if self.query_rank:
@@ -60,7 +60,7 @@ class LatentAttention:
         yield Part((f"{megatron}linear_proj.weight",), (f"{hf}o_proj.weight",), Layout.COLUMNS)
 
     def shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
-        """Return Hugging Face name within `self_attn.` -> shape."""
+        """Return Hugging Face name (after `self_attn.`) -> shape."""
         query = heads * (self.plain + self.rotary)
         shapes: dict[str, tuple[int, ...]] = {"q_proj": (query, hidden)}
         if self.query_rank:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 without RoPE scaling: no biases unless `attention_bias` asks for them."""
+"""Llama 2 and 3 without RoPE scaling: no biases unless `attention_bias` is true."""
 
 from rlpipe.models.base import Family
 

@@ -5,6 +5,6 @@ from rlpipe.models.base import Family
 FAMILY = Family(
     name="mistral",
     output_bias=False,
-    # a config.json that does not write sliding_window means transformers' default of 4096
+    # Without sliding_window in config.json, transformers' default of 4096 applies.
     sliding_window=lambda config: config.get("sliding_window", 4096) is not None,
 )

@@ -1,4 +1,4 @@
-"""Qwen3, dense: an RMSNorm on each query and key head, no biases unless `attention_bias` asks for them."""
+"""Qwen3, dense: an RMSNorm on each query and key head, no biases unless `attention_bias` is true."""
 
 from rlpipe.models.base import Family
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: as `qwen3_5_moe` with one MLP in each layer."""
+"""Qwen3.5, dense: like `qwen3_5_moe`, but with one MLP in each layer."""
 
 from dataclasses import replace
 

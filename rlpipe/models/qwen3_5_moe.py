@@ -1,7 +1,7 @@
-"""Qwen3.5 with experts (35B-A3B and larger): Qwen3-Next with separate input projections; only its text part.
+"""Qwen3.5 with experts (35B-A3B and larger): like Qwen3-Next with separate input projections.
 
-Its files keep the text under `model.language_model`, with a vision tower that is not read and that exports
-carry over (see `stored`).
+Only the text model is supported, `model.language_model` in files. The vision tower is not read, but exports
+copy it (see `stored`).
 """
 
 from dataclasses import replace

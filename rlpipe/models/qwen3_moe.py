@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3's decoder with an MoE in every layer, and no MTP layer.
 
-The auxiliary loss that balances experts in pretraining (`router_aux_loss_coef`) is not part of RL's objective
-and stays off. The router computes in float32.
+The auxiliary loss that balances experts in pretraining (`router_aux_loss_coef`) is not part of RL's
+objective, so it is not used. The router computes in float32.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rlpipe.models.base import Experts, Family, refuse, whole_number
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
-    """Read the MoE settings of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the MoE settings of a config.json. Raises ValueError for settings that are not supported."""
     count = whole_number("num_experts", config.get("num_experts", config.get("num_local_experts")))
     per_token, intermediate = (
         whole_number(name, config.get(name)) for name in ("num_experts_per_tok", "moe_intermediate_size")

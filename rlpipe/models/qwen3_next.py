@@ -1,7 +1,7 @@
-"""Qwen3-Next: gated delta nets and gated attention, experts with a gated shared one, and one MTP layer.
+"""Qwen3-Next: gated delta nets and gated attention, experts with a gated shared expert, and one MTP layer.
 
-The MTP layer has attention and experts; its files call it `mtp` (see `stored`), and config.json does not
-mention it.
+The MTP layer has attention and experts. Files name it `mtp` (see `stored`), and config.json does not mention
+it.
 """
 
 from rlpipe.models.base import Family

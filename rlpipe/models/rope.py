@@ -4,11 +4,11 @@ Owns the reading of `rope_theta`, `rope_scaling` and `rope_parameters`, and the 
 A key or query at position t is rotated by t * frequency in each of its planes and scaled by `magnitude`.
 
     linear   frequency / factor (position interpolation, Chen et al. 2023)
-    llama3   waves longer than original / low_freq_factor as linear, those shorter than
-             original / high_freq_factor unchanged, and a mix of both in between (Llama 3.1)
-    yarn     planes that turn less than beta_slow times over the original context as linear, those that turn
-             more than beta_fast times unchanged, a linear mix in between; magnitude 0.1 ln(factor) + 1
-             (Peng et al. 2023, Section 3)
+    llama3   wavelengths above original / low_freq_factor: as linear; wavelengths below
+             original / high_freq_factor: unchanged; in between: a mix of both (Llama 3.1)
+    yarn     planes that turn less than beta_slow times over the original context: as linear; planes that turn
+             more than beta_fast times: unchanged; in between: a linear mix of both. The magnitude is
+             0.1 ln(factor) + 1 (Peng et al. 2023, Section 3)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Rope:
-    """A rotary embedding. theta: base. scaling: '' or one of SCALINGS; settings: its numbers by name."""
+    """A rotary embedding. theta: base. scaling: '' or one of SCALINGS. settings: the scaling's parameters."""
 
     theta: float
     scaling: str = ""
@@ -36,9 +36,9 @@ class Rope:
         return {"rope_type": self.scaling or "default", "rope_theta": self.theta, **dict(self.settings)}
 
     def reach(self, max_position: int) -> int:
-        """Return the longest context in tokens.
+        """Return the longest supported context in tokens.
 
-        max_position: max_position_embeddings, which with yarn may be the length before scaling.
+        max_position: max_position_embeddings; with yarn it may be the length before scaling.
         """
         numbers = dict(self.settings)
         stretched = 0.0
@@ -67,7 +67,7 @@ class Rope:
 
     @property
     def sharpness(self) -> float:
-        """Factor of queries and keys of DeepSeek's latent attention, rotated or not.
+        """Factor of queries and keys in DeepSeek's latent attention, for both rotated and unrotated parts.
 
         >>> yarn = (("factor", 40.0), ("mscale_all_dim", 1.0))
         >>> round(Rope(theta=1e4, scaling="yarn", settings=yarn).sharpness, 4)
@@ -92,7 +92,7 @@ class Rope:
         return [f * share + f / factor * (1 - share) for f, share in zip(plain, shares, strict=True)]
 
     def _unscaled_shares(self, plain: list[float]) -> list[float]:
-        """Compute how much of each plane's frequency stays unscaled, 0 to 1."""
+        """Compute the share (0 to 1) of each plane's frequency that stays unscaled."""
         numbers = dict(self.settings)
         if self.scaling == "linear":
             return [0.0] * len(plain)
@@ -106,10 +106,10 @@ class Rope:
         dim = 2 * len(plain)
 
         def plane(turns: float) -> float:
-            """Return the plane, in halves of dim, that makes so many turns over the original context."""
+            """Return the (fractional) index of the plane with `turns` turns over the original context."""
             return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        # yarn: a linear mix between the planes of beta_fast and beta_slow turns.
+        # yarn mixes linearly between the planes that make beta_fast and beta_slow turns.
         first, last = plane(numbers.get("beta_fast") or 32), plane(numbers.get("beta_slow") or 1)
         if numbers.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
@@ -119,7 +119,7 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Read the rotary embedding of a config.json, in older spellings too.
+    """Read the rotary embedding of a config.json, including older names of its settings.
 
     Raises:
         ValueError: the scaling is not supported, or one of its numbers is missing.

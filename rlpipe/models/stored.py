@@ -1,8 +1,8 @@
-"""Files of Qwen3-Next and Qwen3.5 where they differ from rlpipe's: configs, names, fused experts.
+"""Differences between the files of Qwen3-Next and Qwen3.5 and rlpipe's format: configs, names, fused experts.
 
     mtp.fc, mtp.norm, ..., mtp.layers.0.*     the MTP layer; config.json may not mention it
-    model.language_model.*                    the text of a Qwen3.5, its settings in `text_config`
-    model.visual.*                            its vision tower: not read, carried over by exports
+    model.language_model.*                    the text model of a Qwen3.5; its settings are in `text_config`
+    model.visual.*                            the vision tower of a Qwen3.5: not read, but exports copy it
     mlp.experts.gate_up_proj, .down_proj      all experts of a layer, [experts, out, in]
 
 Pure functions of names, shapes and slices; files are read and written by `checkpoint`.
@@ -26,14 +26,14 @@ _FUSED = {
 
 
 def is_qwen_hybrid(config: Mapping[str, Any]) -> bool:
-    """Return whether files are named as described here."""
+    """Return whether a model's files have the format that this module describes."""
     return str(config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
 
 
 def plain_config(config: Mapping[str, Any], *, mtp: bool | None) -> dict[str, Any]:
     """Return a config.json with its text settings at the top and its MTP layer under the usual name.
 
-    mtp: whether the files hold an MTP layer; None where there are no files to look into.
+    mtp: whether the files have an MTP layer; None if there are no files to check.
     """
     if not is_qwen_hybrid(config):
         return dict(config)
@@ -82,7 +82,7 @@ def hf_name(name: str, config: Mapping[str, Any]) -> str:
 def split_experts(
     name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """Yield name, index and shape of each weight in a tensor of all experts; any other tensor as it is.
+    """Yield name, index and shape of each weight in a tensor of fused experts; yield any other tensor as is.
 
     >>> for name, _, rows in split_experts("model.layers.7.mlp.experts.down_proj", (2, 8, 4)):
     ...     print(name, rows)
