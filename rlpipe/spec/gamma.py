@@ -1,8 +1,8 @@
-"""How many tokens to draft: fixed, or chosen before each step from measured costs and acceptance.
+"""Chooses how many tokens to draft: a fixed number, or one based on measured costs and acceptance.
 
-Owns the choice; measures nothing itself. A policy chooses before a step drafts anything, and learns only
-from sums over finished steps. So the decision to verify token i cannot depend on token i or later ones,
-which is what keeps a varying gamma lossless (a rule on q_i(x_i) itself biases the output).
+Owns the choice; measures nothing itself. A policy chooses gamma before a step drafts anything, and learns
+only from sums over finished steps. So the decision to verify token i cannot depend on token i or later
+tokens, and a varying gamma stays lossless (a rule that reads q_i(x_i) would bias the output).
 
     throughput(batch, g) = batch * (1 + sum_{k<=g} alpha_1 ... alpha_k) / seconds(batch, g)
 """
@@ -18,9 +18,10 @@ from typing import Protocol
 
 
 def rare_sizes(sizes: Sequence[int]) -> list[int]:
-    """Select from ascending batch sizes those that suffice for a rarely used gamma.
+    """Select from ascending batch sizes the ones that suffice for a rarely used gamma.
 
-    A step of a size between runs as the next larger one: at most a third of its rows are then empty.
+    A step with another batch size runs with the next larger selected size; at most a third of its rows are
+    then empty.
 
     >>> rare_sizes([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16])
     [1, 2, 3, 4, 6, 8, 12, 16]
@@ -32,21 +33,22 @@ def rare_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 class GammaPolicy(Protocol):
-    """Chooses gamma for a whole decode step."""
+    """Chooses gamma for a decode step, the same for all rows."""
 
     def choose(self, batch: int) -> int:
-        """Return the drafts per row for the next step of `batch` rows; 0 does not speculate."""
+        """Return the drafts per row for the next step of `batch` rows; 0 disables speculation."""
         ...
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from the sums of a finished step.
 
-        drafted: rows that reached depth k, for k = 1, 2, ... accepted: those of them that accepted it.
+        drafted: number of rows that reached depth k, for k = 1, 2, ... accepted: how many of them accepted
+        it.
         """
 
 
 class FixedGamma:
-    """Always the same gamma."""
+    """Always chooses the same gamma."""
 
     def __init__(self, gamma: int) -> None:
         self._gamma = gamma
@@ -60,20 +62,23 @@ class FixedGamma:
 
 
 class AdaptiveGamma:
-    """The gamma of highest predicted throughput, from measured costs and recent acceptance.
+    """Chooses the gamma with the highest throughput predicted from measured costs and recent acceptance.
 
-    seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
-    are interpolated. The durations of a run's own steps correct them. Only ratios between gammas matter, so
-    others, mostly neighbours of the gamma in use, are tried for two steps and compared with it.
+    seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; other sizes
+    are interpolated. The durations of the run's steps correct these values. Only ratios between gammas
+    matter, so another gamma, mostly a neighbour of the gamma in use, is tried for two steps and compared with
+    it.
 
-    Acceptance by depth is a decayed ratio of sums, shrunk towards that of the depth before, the first towards
-    `prior`: a depth that is not drafted is assumed to be as good as the last one that is. Where the latest
-    rows contradict it, prompts or weights have changed, and older counts are dropped.
+    The acceptance at each depth is a decayed ratio of sums, shrunk towards the acceptance of the depth before
+    it (depth 1: towards `prior`). So a depth that is not drafted is assumed to have the acceptance of the
+    deepest drafted one. If the latest rows contradict the estimate, prompts or weights have changed, and
+    older counts are dropped.
 
-    Trials have a budget: each step saves `BUDGET` of its time, and a trial begins when the savings cover its
-    expected loss. A trial can lose more than expected, for example if a draft model must first read tokens
-    that it has missed; the next trial then waits until that loss is covered, too. The first trials of each
-    neighbour do not wait. A change must promise `margin` more throughput.
+    Trials have a budget: each step adds `BUDGET` of its time to it, and a trial begins when the budget covers
+    its expected loss. A trial can lose more than expected, for example if a draft model must first read
+    tokens that it has missed; the next trial then waits until the budget covers that loss, too. The first
+    trials of each neighbour do not wait. The gamma in use changes only if this promises `margin` more
+    throughput.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)
@@ -81,18 +86,18 @@ class AdaptiveGamma:
     (2, 0)
     """
 
-    MEMORY, RECENT = 256, 8  # rows that reached a depth after which its counts, and its latest, are 1/e
-    SURPRISE = 3.0  # nats: how much likelier the latest rows are at their own acceptance than at the estimate
+    MEMORY, RECENT = 256, 8  # rows at a depth after which its counts, and its latest counts, decay to 1/e
+    SURPRISE = 3.0  # log likelihood ratio, nats, of the latest rows: their acceptance against the estimate
     PRIOR_ROWS, SHRINK_ROWS = (
         16.0,
         2.0,
-    )  # rows that `prior` counts for, and each depth for the next
+    )  # weight in rows of `prior`, and of each depth's acceptance in the estimate of the next depth
     PACE, MIN_LESSON = 0.1, 0.1  # weight of one step in the pace, minimum weight in the cost of another gamma
-    MEASURED = 1  # lessons that the cost measured at the start counts for: the first ones weigh more
-    OUTLIER = 1.5  # a step that took longer than this times the expected duration counts as that
-    BUDGET, MAX_STEPS = 0.005, 16  # share of the time for trials; steps whose time bounds savings and debts
+    MEASURED = 1  # weight in steps of the initially measured cost, so that the first steps correct it most
+    OUTLIER = 1.5  # slower steps count as if they took this many times the expected duration
+    BUDGET, MAX_STEPS = 0.005, 16  # share of the time for trials; savings and debts are at most so many steps
     FREE_TRIALS, MIN_INTERVAL = 2, 8  # free trials of a neighbour; minimum steps between two trials
-    FAR = 4  # one in so many trials is of any gamma: two wrong costs must not hide a third
+    FAR = 4  # every FAR-th trial takes any gamma, so that neighbours with wrong costs hide no better gamma
 
     def __init__(
         self, seconds: Mapping[tuple[int, int], float], *, prior: float = 0.75, margin: float = 0.02
@@ -102,7 +107,7 @@ class AdaptiveGamma:
         self._seconds = dict(seconds)
         self._expected: dict[int, list[float]] = {}  # seconds by gamma, of batches seen so far
         self._prior, self._margin = prior, margin
-        self._counts = [[0.0, 0.0] for _ in range(self._max)]  # by depth: rows that reached, and accepted it
+        self._counts = [[0.0, 0.0] for _ in range(self._max)]  # by depth: rows reached, rows accepted
         self._latest = [[0.0, 0.0] for _ in range(self._max)]
         if self._counts:
             self._counts[0] = [self.PRIOR_ROWS, self.PRIOR_ROWS * prior]
@@ -110,18 +115,18 @@ class AdaptiveGamma:
         self._last: dict[int, int] = {}  # choice by batch bucket
         self._pace: dict[int, float] = {}  # log of measured over expected seconds, by batch bucket
 
-        self._saved = 0.0  # seconds for trials
+        self._saved = 0.0  # seconds saved for trials
         self._since = 0  # steps since the last trial began
         self._trial = 0, 0  # (bucket, gamma) of the last trial
-        self._left = 0  # steps that remain of it
-        self._trials: Counter[tuple[int, int]] = Counter()  # begun, by (bucket, gamma)
-        self._lessons: Counter[tuple[int, int]] = Counter()  # learnt, by (bucket, gamma)
+        self._left = 0  # remaining steps of this trial
+        self._trials: Counter[tuple[int, int]] = Counter()  # trials begun, by (bucket, gamma)
+        self._lessons: Counter[tuple[int, int]] = Counter()  # cost corrections, by (bucket, gamma)
         self._upwards = False  # whether the last trial was of a larger gamma
-        self._before: tuple[int, int] | None = None  # (bucket, gamma) of the step before
+        self._before: tuple[int, int] | None = None  # (bucket, gamma) of the previous step
 
     @property
     def alphas(self) -> list[float]:
-        """Acceptance at depth k given that depth k - 1 was accepted, k = 1..max."""
+        """Estimated acceptance at depth k, given that depth k - 1 was accepted, for k = 1..max."""
         rates, rate = [], self._prior
         for reached, accepted in self._counts:
             rate = (accepted + self.SHRINK_ROWS * rate) / (reached + self.SHRINK_ROWS)
@@ -129,7 +134,7 @@ class AdaptiveGamma:
         return rates
 
     def seconds(self, batch: int, gamma: int) -> float:
-        """Return the measured or interpolated duration of a step; in proportion beyond the largest batch."""
+        """Return the interpolated duration of a step; proportional to `batch` above the largest measured."""
         return self._costs(batch)[gamma]
 
     def throughput(self, batch: int, gamma: int) -> float:
@@ -137,7 +142,7 @@ class AdaptiveGamma:
         return batch * self._speeds(batch)[gamma]
 
     def choose(self, batch: int) -> int:
-        """Choose gamma by the rule of the class; arguments of `GammaPolicy.choose`."""
+        """Choose gamma by the rule that the class describes; arguments as in `GammaPolicy.choose`."""
         bucket, speeds = _bucket(batch), self._speeds(batch)
         best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
@@ -158,7 +163,7 @@ class AdaptiveGamma:
         return self._explore(batch, best, speeds)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from a step; arguments of `GammaPolicy.observe`."""
+        """Learn from the sums of a finished step; arguments as in `GammaPolicy.observe`."""
         estimates, surprised = self.alphas, False
         for depth, sums in enumerate(zip(drafted, accepted, strict=True)):
             if not sums[0]:
@@ -168,7 +173,7 @@ class AdaptiveGamma:
             evidence = min(rows, self.RECENT) * _divergence(good / rows, estimates[depth])
             surprised = surprised or evidence > self.SURPRISE
 
-        # Prompts or weights have changed: start again from the latest rows.
+        # Prompts or weights have changed, so keep only the latest rows.
         if surprised:
             self._latest[len(drafted) :] = [[0.0, 0.0] for _ in self._latest[len(drafted) :]]
             self._counts = [list(counts) for counts in self._latest]
@@ -176,18 +181,18 @@ class AdaptiveGamma:
     def timed(self, batch: int, gamma: int, seconds: float) -> None:
         """Learn from the duration of a step during which no request joined the batch.
 
-        The first step of a gamma does not show its cost, because it includes the cost of the change.
+        The first step after a change of gamma is not used: it includes the cost of the change.
         """
         bucket = _bucket(batch)
         before, self._before = self._before, (bucket, gamma)
         pace = self._pace.get(bucket)
         if before != (bucket, gamma):
-            # What the first step of a trial lost is charged to the budget.
+            # The loss in the first step of a trial is subtracted from the budget.
             if pace is not None and gamma != self._last.get(bucket):
                 self._saved -= max(0.0, seconds / exp(pace) - self._costs(batch)[gamma])
             return
 
-        # The gamma in use sets the pace; of another one, the cost is corrected relative to that pace.
+        # Steps with the gamma in use update the pace. Other steps correct their gamma's cost relative to it.
         ratio = min(log(seconds / self._costs(batch)[gamma]), (pace or 0.0) + log(self.OUTLIER))
         if gamma == self._last.get(bucket):
             self._pace[bucket] = ratio if pace is None else pace + self.PACE * (ratio - pace)
@@ -200,25 +205,25 @@ class AdaptiveGamma:
             self._expected.clear()
 
     def measured(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Add measured durations of further batch sizes, each with all gammas."""
+        """Add measured durations of more batch sizes, each for all gammas."""
         self._seconds |= seconds
         self._batches = sorted({batch for batch, _ in self._seconds})
         self._expected.clear()
 
     def speedup(self, batch: int, gamma: int) -> float:
-        """Predict the throughput of gamma over that of no drafts."""
+        """Predict the ratio of the throughput with gamma to the throughput without drafts."""
         speeds = self._speeds(batch)
         return speeds[gamma] / speeds[0]
 
     def _explore(self, batch: int, used: int, speeds: Sequence[float]) -> int:
-        """Return a gamma to try, mostly a neighbour, above and below in turn; else the one in use."""
+        """Return a gamma to try, mostly the next above or below, in turn; or `used` if no trial is due."""
         upwards = used < self._max and not (self._upwards and used)
         near = min(used + 1, self._max) if upwards else max(used - 1, 0)
         turn, position = divmod(self._trials.total(), self.FAR)
         far = turn % (self._max + 1) if position == self.FAR - 1 else used
         gamma = near if far == used else far
 
-        # A deeper draft needs enough rows to estimate its acceptance; that of shallower ones is known.
+        # A deeper draft needs enough rows to estimate its acceptance; shallower depths are already known.
         steps = max(2, self.RECENT // batch) if gamma == used + 1 else 2
         costs, trial = self._costs(batch), (_bucket(batch), gamma)
         lost = steps * costs[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
@@ -235,12 +240,12 @@ class AdaptiveGamma:
         return gamma
 
     def _speeds(self, batch: int) -> list[float]:
-        """Predicted tokens per second of one row, by gamma."""
+        """Predict the tokens per second of one row, by gamma."""
         tokens = accumulate(accumulate(self.alphas, mul, initial=1.0))
         return [count / cost for count, cost in zip(tokens, self._costs(batch), strict=True)]
 
     def _costs(self, batch: int) -> list[float]:
-        """Expected seconds of a step of `batch` rows, by gamma."""
+        """Return the expected seconds of a step of `batch` rows, by gamma."""
         if batch not in self._expected:
             low, high, fraction = self._neighbours(batch)
             scale, fraction = (batch / low, 0.0) if fraction is None else (1.0, fraction)
@@ -251,7 +256,7 @@ class AdaptiveGamma:
         return self._expected[batch]
 
     def _neighbours(self, batch: int) -> tuple[int, int, float | None]:
-        """Return the measured batches around one, and the fraction between them; None beyond the largest."""
+        """Return the measured sizes around `batch`, and its fraction between them; None above the largest."""
         below = max((b for b in self._batches if b <= batch), default=self._batches[0])
         above = min((b for b in self._batches if b >= batch), default=None)
         if above is None:
@@ -264,19 +269,19 @@ def break_even_acceptance(
 ) -> dict[tuple[int, int], float | None]:
     """Compute the acceptance per draft token at which drafts neither gain nor lose time.
 
-    With c = seconds(batch, gamma) / seconds(batch, 0), the root a in [0, 1] of
+    It is the root a in [0, 1] of this equation, with c = seconds(batch, gamma) / seconds(batch, 0):
 
         1 + a + ... + a^gamma = c
 
-    for the same acceptance a at every depth, each given that the depth before was accepted.
+    This assumes the same acceptance a at every depth, given that the depth before was accepted.
 
     Args:
-        seconds: duration of a step by (batch, gamma), with gamma = 0 for every batch, as
-            `EmbeddedEngine.costs` has it. Only ratios matter, so any unit will do.
+        seconds: duration of a step by (batch, gamma), such as `EmbeddedEngine.costs`. Must have gamma = 0 for
+            every batch. Only ratios matter, so any unit can be used.
 
     Returns:
-        By (batch, gamma) for gamma >= 1; 0.0 if the drafts are free. None if even drafts that are always
-        accepted lose time.
+        Acceptance by (batch, gamma) for gamma >= 1; 0.0 if drafts cost no time; None if drafts lose time even
+        when all are accepted.
 
     Raises:
         ValueError: a duration is not positive, or a batch lacks gamma = 0.
@@ -298,7 +303,7 @@ def break_even_acceptance(
 
 
 def _geometric_root(degree: int, target: float) -> float | None:
-    """Solve 1 + a + ... + a^degree = target for a in [0, 1]; None where the target exceeds degree + 1."""
+    """Solve 1 + a + ... + a^degree = target for a in [0, 1]; return None if the target exceeds degree + 1."""
     if target > degree + 1:
         return None
     low, high = 0.0, 1.0
@@ -312,19 +317,19 @@ def _geometric_root(degree: int, target: float) -> float | None:
 
 
 def _bucket(batch: int) -> int:
-    """Group batches of 1, 2, 3 to 4, 5 to 8, ... rows; a full power of two stays when a row ends."""
+    """Return the bucket of a batch: 1, 2, 3 to 4, 5 to 8, ... rows. So 8 rows keep it when one row ends."""
     return (batch - 1).bit_length()
 
 
 def _decayed(counts: Sequence[float], sums: tuple[int, int], memory: int) -> list[float]:
-    """Add a step's sums to the counts of a depth; older rows weigh less, 0 after a step of `memory` rows."""
+    """Add a step's sums to the counts of a depth, which decay; a step of `memory` rows removes old counts."""
     reached, accepted = sums
     weight = max(0.0, 1 - reached / memory)
     return [counts[0] * weight + reached, counts[1] * weight + accepted]
 
 
 def _divergence(seen: float, estimate: float) -> float:
-    """Return the KL divergence in nats of one coin from another, whose probability is kept off 0 and 1."""
+    """Return the KL divergence of two coins, in nats; `estimate` is clamped to avoid 0 and 1."""
     estimate = min(max(estimate, 1e-9), 1 - 1e-9)
     pairs = (seen, estimate), (1 - seen, 1 - estimate)
     return sum(share * log(share / expected) for share, expected in pairs if share > 0)

@@ -1,13 +1,13 @@
 """Probabilities, CDF sampling and the random streams of a request. Pure functions.
 
-Owns how a float becomes a token. A request's uniforms depend only on (seed, position, stream), so
-its output does not depend on what else the engine runs. Position is the index among the request's
-output tokens; the three streams never share a number, because a draft and the coin or residual that
-verifies it must be independent.
+Owns the mapping from uniforms to tokens. A request's uniforms depend only on (seed, position, stream), so its
+output does not depend on what else the engine runs. The position is the index among the request's output
+tokens. The three streams never share a number, because a draft must be independent of the coin and the
+residual uniform that verify it.
 
-A draft that was proposed for a position and discarded before that position was reached leaves no
-trace in the output, so using the position's uniforms again is exact. Block verification is the
-exception: its deeper drafts and coins help decide how many are accepted, so a step takes all its uniforms
+A draft may be proposed for a position and then discarded before that position is reached. It does not
+influence the output, so the position's uniforms can be used again exactly. Block verification is the
+exception: deeper drafts and coins help decide how many drafts are accepted, so a step takes all its uniforms
 from the row of its first position.
 """
 
@@ -19,26 +19,27 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-# On a CPU, rows of a large vocabulary are sampled by `sample_tiles`; elsewhere these are not used.
-TILED_VOCAB = 2**15  # smallest tiled size; does not count rows, so that no row depends on its batch
-TILE = 1024  # tokens a partial sum covers
-ROUNDING = 2**-19  # relative error of a float32 sum over a tile: no term is in more than 32 additions
+# Constants of `sample_tiles`, which samples rows of a large vocabulary on a CPU.
+TILED_VOCAB = 2**15  # smallest tiled vocabulary; ignores the number of rows, so no row depends on its batch
+TILE = 1024  # tokens per partial sum
+ROUNDING = 2**-19  # relative error of a float32 sum over a tile (each term is in at most 32 additions)
 
 
 class Stream(IntEnum):
     """Column of the uniforms of a position."""
 
-    DRAFT = 0  # samples the drafted token
-    COIN = 1  # accepts or rejects it
-    RESIDUAL = 2  # samples the token the target adds: residual, bonus, or plain sampling
+    DRAFT = 0  # samples the draft token
+    COIN = 1  # accepts or rejects the draft token
+    RESIDUAL = 2  # samples the token that the target adds: residual, bonus, or plain sampling
 
 
 def request_uniforms(seed: int, positions: int, streams: int = len(Stream)) -> np.ndarray:
     """Return the uniforms of a request; row i does not depend on `positions`.
 
-    Philox keyed by the seed, 53 bits each: 24-bit uniforms cannot reach many tokens of a large vocabulary.
+    The generator is Philox, keyed by the seed. Each uniform has 53 bits, because 24-bit uniforms cannot reach
+    many tokens of a large vocabulary.
 
-    seed: any integer. streams: more than `Stream` for the further nodes of a tree.
+    seed: any integer. streams: number of columns; a tree needs more than `Stream` has, for its further nodes.
     Returns [positions, streams] float64 in [0, 1).
 
     >>> bool((request_uniforms(7, 2) == request_uniforms(7, 5)[:2]).all())
@@ -68,11 +69,11 @@ def _tempered(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.T
 
 
 def sample_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample from unnormalised weights by inverse CDF, the CDF in float64.
+    """Sample from unnormalised weights by inverse CDF, with the CDF in float64.
 
     weights: [B, V] >= 0 with a positive sum. uniforms: [B] float64 in [0, 1].
-    Returns [B] int64, always an index of positive weight: when rounding puts the uniform at or
-    beyond the total, the last such index, even where that is not V - 1.
+    Returns [B] int64, always an index with positive weight. If rounding puts the uniform at or beyond the
+    total, the result is the last index with positive weight, which need not be V - 1.
 
     >>> sample_cdf(torch.tensor([[0.0, 1.0, 3.0, 0.0]]), torch.tensor([1.0], dtype=torch.float64))
     tensor([2])
@@ -91,8 +92,8 @@ def sample_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def is_tiled(probs: torch.Tensor) -> bool:
     """Return whether rows of probs [..., V] are handled one at a time: on a CPU, if the vocabulary is large.
 
-    There a temporary as large as the batch is fresh memory in every call, whose page faults cost ten times
-    the arithmetic.
+    On a CPU, a temporary of the size of the batch is new memory in every call, and its page faults cost ten
+    times the arithmetic.
     """
     return probs.device.type == "cpu" and probs.shape[-1] >= TILED_VOCAB
 
@@ -106,15 +107,17 @@ def sample_tiles(
     dtype: torch.dtype,
     fallback: Callable[[slice], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Sample as `sample_cdf` from weights that never exist all at once: sum tiles, then search inside one.
+    """Sample like `sample_cdf`, with one row of weights in memory at a time: sum tiles, then search in one.
 
-    fill: (a row of the batch as a slice, buffer [1, V]) writes its weights. uniforms: [B] float64. dtype: of
-    the weights. fallback: the slice -> [1, V], instead of weights without mass; None if there are none.
-    Returns [B] int64, the token of `sample_cdf`, unless the uniform is within V * 2**-52 of a boundary,
-    where the two round differently and either neighbour is right.
+    fill: called with a row of the batch (a slice) and a buffer [1, V]; writes the row's weights to the
+    buffer.
+    uniforms: [B] float64. dtype: of the weights. fallback: slice -> weights [1, V] for rows without mass;
+    None if every row has mass. Returns [B] int64, the same tokens as `sample_cdf`, unless the uniform is
+    within V * 2**-52 of a boundary. There the two functions round differently, and both neighbouring tokens
+    are correct.
 
-    Tiles of float32 are summed in float32 first, many times faster than in float64 on a CPU. Where that
-    might have changed the token, they are summed again.
+    Tiles of float32 are first summed in float32, which is many times faster than float64 on a CPU. They are
+    summed again in float64 if rounding might have changed the token.
     """
     tiles = torch.empty(-(-vocab // TILE), TILE, dtype=dtype)
     tiles.view(-1)[vocab:] = 0
@@ -126,7 +129,7 @@ def sample_tiles(
         rows = slice(b, b + 1)
         fill(rows, weights)
         cdf = _mass(tiles, rough).cumsum()
-        # In exact arithmetic a row without mass does not occur; rounding can empty it.
+        # In exact arithmetic every row has mass, but rounding can make all its weights zero.
         if fallback is not None and not cdf[-1] > 0:
             weights.copy_(fallback(rows))
             cdf = _mass(tiles, rough).cumsum()
@@ -143,19 +146,19 @@ def _mass(tiles: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def _search(tiles: torch.Tensor, cdf: np.ndarray, uniform: float) -> tuple[int, bool]:
-    """Find the token of [tiles, TILE] weights from `cdf` over tiles; and whether it holds within ROUNDING.
+    """Find the token in weights [tiles, TILE] with `cdf` over tiles, and whether ROUNDING cannot change it.
 
-    With C the mass of the tiles before the token's and T the total, an error d shifts the threshold against a
-    boundary in that tile by u dT - dC = u d(T - C) - (1 - u) dC.
+    Let C be the mass of the tiles before the token's tile, and T the total. An error d shifts the threshold
+    relative to a boundary in that tile by u dT - dC = u d(T - C) - (1 - u) dC.
 
-    In NumPy, whose calls on a few hundred numbers take a fifth of torch's.
+    Uses NumPy, because its calls on a few hundred numbers take a fifth of the time of torch's.
     """
     threshold = cdf[-1] * uniform
     tile = _beyond(cdf, threshold)
     before = cdf[tile - 1] if tile else 0.0
 
     inside = tiles[tile].double().numpy().cumsum()
-    threshold = max(threshold - before, 0.0)  # rounding below 0 would find a token without weight
+    threshold = max(threshold - before, 0.0)  # a negative value could find a token without weight
     index = _beyond(inside, threshold)
 
     start = inside[index - 1] if index else 0.0
@@ -164,13 +167,13 @@ def _search(tiles: torch.Tensor, cdf: np.ndarray, uniform: float) -> tuple[int, 
 
 
 def _beyond(cdf: np.ndarray, threshold: float) -> int:
-    """Do `_first_beyond` in a single row; NaN compares beyond all."""
+    """Run `_first_beyond` on a single row; a NaN counts as larger than every number."""
     index = cdf.searchsorted(threshold, "right")
     return int(index if index < len(cdf) else cdf.searchsorted(cdf[-1]))
 
 
 def _first_beyond(cdf: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Find the first index whose sum exceeds a threshold, at most the last of positive weight.
+    """Find the first index where the CDF exceeds a threshold, but at most the last index of positive weight.
 
     cdf: [B, N]. threshold: [B, 1]. Returns [B, 1].
     """
@@ -179,7 +182,7 @@ def _first_beyond(cdf: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_rows(probs: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """Replace the distributions of greedy rows by a one at their argmax.
+    """Replace the distributions of greedy rows by one-hot distributions at their argmax.
 
     probs: [B, ..., V]. greedy: [B] bool. Returns a new tensor of the shape of probs.
     """

@@ -1,4 +1,4 @@
-"""Lookups: the tokens that followed the last time a text ended like this (prompt lookup)."""
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
-    """Guess `count` tokens to follow `tokens` [T >= 1]: those after the last occurrence of its suffix.
+    """Guess `count` tokens after `tokens` [T >= 1]: what followed the last earlier occurrence of its suffix.
 
-    The suffix is the longest one of at most `longest` tokens that occurs before. A guess that reaches the end
-    of the text continues with its own tokens, so that a period repeats. Without an occurrence the last token
-    is repeated.
+    The suffix is the longest one of at most `longest` tokens that occurs earlier. A guess that reaches the
+    end of the text continues with the guessed tokens, so that periodic text repeats. If no suffix occurs
+    earlier, the last token is repeated.
 
     >>> import numpy as np
     >>> continue_suffix(np.array([5, 6, 7, 8, 5, 6]), longest=3, count=3).tolist()
@@ -21,7 +21,7 @@ def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
     >>> continue_suffix(np.array([1, 2, 1, 2, 1]), longest=3, count=4).tolist()
     [2, 1, 2, 1]
     """
-    import numpy as np  # here: preflight loads without it
+    import numpy as np  # imported here, so that preflight loads without it
 
     length = len(tokens)
     source = length - 1

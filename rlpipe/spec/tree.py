@@ -1,14 +1,14 @@
-"""The static shape of a tree of drafts. No tokens, no probabilities.
+"""The static shape of a tree of draft tokens, without tokens and probabilities.
 
 Node 0 is the root: the pending token, already emitted but not yet in the KV cache. Nodes 1..N are
-drafts, numbered level by level; children of one node are adjacent, in the order they are verified:
+draft tokens, numbered level by level; children of one node are adjacent, in the order they are verified:
 
     Tree.from_branching((2, 1))          0
-                                       1   2        depth 1, tokens to follow the root
+                                       1   2        depth 1: candidates for the token after the root
                                        3   4        depth 2: parents == (-1, 0, 0, 1, 2)
 
 A target pass runs over the N + 1 nodes at once, node n at position base + depths[n], attending to the
-prefix and to `ancestor_mask()[n]`; its keys go to slot base + n until the verdict rearranges them.
+prefix and to `ancestor_mask()[n]`. Its keys are stored in slot base + n until `rearrange_kv` moves them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 class Tree:
     """The shape of a tree.
 
-    parents: parent of each node 0..N; -1 for the root, non-decreasing, so that levels follow one another.
-    Raises ValueError for other parents.
+    parents: parent of each node 0..N, -1 for the root. Must be non-decreasing, so that levels follow one
+    another; raises ValueError otherwise.
 
     >>> Tree.from_branching((2, 1)).children(0), Tree.chain(3).parents
     ((1, 2), (-1, 0, 1, 2))
@@ -49,12 +49,12 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
-        """Make a single path of gamma drafts."""
+        """Create a single path of gamma drafts."""
         return cls.from_branching((1,) * gamma)
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> Tree:
-        """Make a tree in which every node of depth i has branching[i] children.
+        """Create a tree in which every node of depth i has branching[i] children.
 
         Raises ValueError for a count below 1.
         """
@@ -72,7 +72,7 @@ class Tree:
 
     @property
     def num_drafts(self) -> int:
-        """N; the target pass has N + 1 rows."""
+        """Number N of drafts; the target pass has N + 1 rows."""
         return len(self.parents) - 1
 
     @property
@@ -90,11 +90,11 @@ class Tree:
         return _layout(self)[1][node]
 
     def paths(self) -> torch.Tensor:
-        """Return [N + 1, max_depth] int64: the nodes from depth 1 down to each node, then -1."""
+        """Return [N + 1, max_depth] int64: in row n, the nodes from depth 1 down to node n, then -1."""
         return _paths(self).clone()
 
     def ancestor_mask(self) -> torch.Tensor:
-        """Return [N + 1, N + 1] bool: row n is True at n and its ancestors, the nodes n attends to."""
+        """Return [N + 1, N + 1] bool: row n is True where n attends, at itself and its ancestors."""
         mask = torch.eye(len(self.parents), dtype=torch.bool)
         for node in range(1, len(self.parents)):
             mask[node] |= mask[self.parents[node]]
@@ -113,7 +113,7 @@ def _layout(tree: Tree) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
 
 @lru_cache
 def _paths(tree: Tree) -> torch.Tensor:
-    """Return the paths of `Tree.paths`, shared by all callers and not to be written to."""
+    """Compute `Tree.paths` once per tree. All callers share the result, so do not write to it."""
     table = torch.full((len(tree.parents), tree.max_depth), -1)
     for node in range(1, len(tree.parents)):
         table[node] = table[tree.parents[node]]

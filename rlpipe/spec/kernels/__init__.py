@@ -1,9 +1,9 @@
 """Verification rules as Triton kernels: `rlpipe.spec.verify` with `backend="triton"`.
 
-Owns the GPU form of the three rules over chains of draft tokens, by which the embedded engine verifies on a
-GPU. The torch functions in `rlpipe.spec.verify` are their reference: for the same uniforms both give the same
-verdict, except at a tie, where the uniform is within float64's rounding of a boundary between two tokens
-(`launch.py` states the bound).
+Owns the GPU form of the three rules for chains of draft tokens; the embedded engine uses it on a GPU. The
+torch functions in `rlpipe.spec.verify` are the reference: for the same uniforms both give the same verdict,
+except at a tie, when the uniform is within float64 rounding of a boundary between two tokens (`launch.py`
+states the bound).
 
     launch.py    checks arguments, chooses tiles and starts the kernels
     programs.py  the kernels

@@ -1,19 +1,19 @@
 """Verification through the Triton kernels: checks, tiles and launches.
 
-Owns the host side; the rules are stated in `rlpipe.spec.verify`, the arithmetic is in `programs.py`.
+Owns the host side. `rlpipe.spec.verify` states the rules, and `programs.py` has the arithmetic.
 A call starts two kernels (block verification with gamma > 1: three) on the current stream, allocates
 outputs and a few kilobytes per row, and never waits for the device.
 
-Probabilities: float32 or float64; float16 and bfloat16 are read at their exact values in float32, so that the
-verdict is the reference's on `probs.float()`. Any strides over rows and depths; probabilities whose tokens
-are not adjacent in memory are copied, others are not. Columns of zeros (a padded vocabulary) are never
-sampled. A NaN has weight zero and is never accepted.
+Probabilities are float32 or float64. float16 and bfloat16 are converted exactly to float32, so that the
+verdict equals the reference's on `probs.float()`. Rows and depths may have any strides. Probabilities are
+copied only if the tokens of a row are not adjacent in memory. Columns of zeros (a padded vocabulary) are
+never sampled. A NaN has weight zero and is never accepted.
 
-Ties. A token is decided by comparing u * total with a running sum of up to V float64 weights. Kernel and
-reference add these in different orders; each sum is off by less than V * 2**-53 of the total. So both
-give the same token unless u is within V * 2**-52 of a boundary (3.4e-11 at V = 151,936): there either
-neighbour is right. Coins of chain and target-only are compared exactly; a block's coin has the same
-tolerance.
+Ties. The token is chosen by comparing u * total with a running sum of up to V float64 weights. Kernel and
+reference add these in different orders, and each sum is off by less than V * 2**-53 of the total. So both
+give the same token unless u is within V * 2**-52 of a boundary (3.4e-11 at V = 151,936); near a boundary both
+neighbouring tokens are correct. Chain and target-only compare their coins exactly. Block verification
+compares its coins with the same tolerance as tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from rlpipe.spec.verify.verdict import Verdict
 
-TILE = 1024  # tokens a partial sum covers; fixed, so that the verdict is the same at any batch size
+TILE = 1024  # tokens per partial sum; fixed, so that the verdict does not depend on the batch size
 WARPS = 4
 
 
@@ -39,17 +39,17 @@ def verify_chain(
     *,
     block: bool = False,
 ) -> Verdict:
-    """Run `rlpipe.spec.verify.verify_chain` on the device; block: `verify_block` instead.
+    """Run `rlpipe.spec.verify.verify_chain` on the device; with block=True, run `verify_block` instead.
 
     tokens: [B, gamma] int64, drafted. draft: [B, gamma, V] probabilities; None for `verify_target_only`.
-    target: [B, gamma + 1, V]. coins: [B, gamma] and uniforms: [B], float64, of acceptance and residual. gamma
-    may be 0: only the bonus row is sampled.
+    target: [B, gamma + 1, V] probabilities. coins: [B, gamma] float64 uniforms for acceptance. uniforms: [B]
+    float64, for the residual. gamma may be 0; then only the bonus row is sampled.
 
-    Raises ValueError for shapes, dtypes or devices that do not fit, RuntimeError where no kernel can run.
+    Raises ValueError for wrong shapes, dtypes or devices, and RuntimeError if the kernels cannot run.
     """
     _check(tokens, draft, target, coins, uniforms)
 
-    # Sizes of the launch. Types of 16 bits compute in float32.
+    # Compute the sizes of the launch. 16-bit inputs are computed in float32.
     programs, interpreted = _programs(target.device)
     batch, gamma = tokens.shape
     vocab = target.shape[2]
@@ -67,15 +67,15 @@ def verify_chain(
     if not batch:
         return verdict
 
-    # Buffers that a kernel fills for the next. Without draft probabilities the kernels get the target's as
-    # an argument that they do not read.
+    # Allocate buffers that one kernel fills for the next. Without draft probabilities, the target's are
+    # passed in their place, and the kernels do not read them.
     tokens, coins, uniforms = tokens.contiguous(), coins.contiguous(), uniforms.contiguous()
     one_hot, draft = draft is None, target if draft is None else draft
     mass = new(2, batch, tiles, dtype=torch.float64)
     scale = new(batch, dtype=torch.float64)
     prefix_mass = mass
 
-    # Arguments that the kernels share, then those of acceptance and of the search for the token.
+    # Collect the arguments of all kernels, then those of acceptance and of the search for the token.
     draft, target = (_with_adjacent_tokens(probs) for probs in (draft, target))
     probs = (draft, target, *draft.stride()[:2], *target.stride()[:2], vocab)
     shape: dict[str, Any] = {
@@ -131,19 +131,19 @@ verify_block = partial(verify_chain, block=True)
 
 
 def verify_target_only(tokens: torch.Tensor, _: torch.Tensor | None, *others: torch.Tensor) -> Verdict:
-    """Run `rlpipe.spec.verify.verify_target_only` on the device; the draft's probabilities are not used."""
+    """Run `rlpipe.spec.verify.verify_target_only` on the device; draft probabilities are ignored."""
     return verify_chain(tokens, None, *others)
 
 
 def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities [B, depths, V] with a last stride of 1, copied only where it is another."""
+    """Return probabilities [B, depths, V] with a last stride of 1; copy them only if it is not 1 already."""
     return probs if probs.stride(2) == 1 else probs.contiguous()
 
 
 def _span(batch: int, tiles: int, *, interpreted: bool) -> int:
-    """Choose the tiles per program: one where few rows do not fill a GPU. The result does not depend on it.
+    """Choose the tiles per program: one if there are too few rows to fill a GPU. It never changes the result.
 
-    The interpreter runs programs one after another, each at a fixed cost, so they get more tiles there.
+    The interpreter runs programs one after another, each at a fixed cost, so there they get more tiles.
     """
     return min(tiles, 16 if interpreted else 1 if batch <= 8 else 4)
 
@@ -151,7 +151,7 @@ def _span(batch: int, tiles: int, *, interpreted: bool) -> int:
 def _programs(device: torch.device) -> tuple[ModuleType, bool]:
     """Return the kernels, and whether they are interpreted.
 
-    Raises RuntimeError where they cannot run on `device`.
+    Raises RuntimeError if the kernels cannot run on `device`.
     """
     try:
         from rlpipe.spec.kernels import programs
@@ -163,7 +163,7 @@ def _programs(device: torch.device) -> tuple[ModuleType, bool]:
             'pip install triton, or use backend="torch".'
         ) from error
 
-    # With TRITON_INTERPRET=1 the kernels are of another class.
+    # With TRITON_INTERPRET=1 the kernels belong to another class.
     interpreted = not isinstance(programs.locate_kernel, programs.triton.runtime.jit.JITFunction)
     if device.type != "cuda" and not interpreted:
         raise RuntimeError(
@@ -188,7 +188,7 @@ def _check(
     if target.dim() != 3 or not target.shape[2]:
         raise ValueError(f"target_probs is {tuple(target.shape)}; it must be [B, gamma + 1, V] with V > 0.")
 
-    # The shapes of the other tensors follow from these two.
+    # The shapes of all other tensors follow from the shapes of these two.
     (batch, gamma), vocab = tokens.shape, target.shape[2]
     wanted = {
         "target_probs": (target, (batch, gamma + 1, vocab)),
@@ -215,7 +215,7 @@ def _check(
 
 
 def _cdiv(a: int, b: int) -> int:
-    """Divide and round up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 

@@ -3,17 +3,17 @@
 Owns arithmetic on the device, without checks. Every row of the batch is verified separately and every sum has
 a fixed order, so a verdict depends neither on the run nor on the other rows.
 
-    prefix_mass_kernel   (B, tiles, gamma - 1), block verification only: at each depth the mass of
-                         max(w p - q, 0), tile by tile; acceptance there depends on it
-    residual_kernel      (B, tiles): decides acceptance from the gathered p and q of the drafts, which is
-                         cheaper in each program than a separate kernel; then the mass of each tile of
-                         the one row that is sampled
-    locate_kernel        (B,): the tile where the uniform falls, then the token inside it
+    prefix_mass_kernel   (B, tiles, gamma - 1), block verification only: computes the mass of max(w p - q, 0)
+                         for each depth and tile; block acceptance depends on it
+    residual_kernel      (B, tiles): decides acceptance from p and q of the draft tokens (each program repeats
+                         this, which is cheaper than a separate kernel), then computes the mass of each tile
+                         of the one row that is sampled
+    locate_kernel        (B,): finds the tile that contains the uniform, then the token in that tile
 
-Arguments of a kernel are scalars and pointers, never tuples: a value that Triton specialises (a stride of 1)
-is lost inside a tuple argument (Triton 3.6 and 3.8). The last stride of both probabilities is 1.
+Arguments of a kernel are scalars and pointers, never tuples: Triton (3.6 and 3.8) loses a specialised value,
+such as a stride of 1, inside a tuple argument. The last stride of all probabilities is 1.
 
-Weights are those of the torch reference: p - q in the precision of the inputs, all sums in float64.
+The weights equal those of the torch reference: p - q in the precision of the inputs, all sums in float64.
 A value that is not above zero, NaN included, has weight zero.
 """
 
@@ -28,16 +28,16 @@ def _drafted(
     b, tokens, coins, probs, GAMMA: tl.constexpr, DEPTHS: tl.constexpr, COMPUTE: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """Load, per depth of row b, p and q of the draft token ([DEPTHS] COMPUTE) and the coin (float64).
+    """Load for each depth of row b: p and q of the draft token ([DEPTHS] COMPUTE), and the coin (float64).
 
-    A draft token outside the vocabulary has p = 0, and is rejected. Depths beyond GAMMA have p = 0, coin 1.
+    A draft token outside the vocabulary has p = 0, and is rejected. Depths above GAMMA have p = 0 and coin 1.
     """
     draft, target, draft_row, draft_depth, target_row, target_depth, vocab = probs
     depth = tl.arange(0, DEPTHS).to(tl.int64)
     token = tl.load(tokens + b * GAMMA + depth, mask=depth < GAMMA, other=-1)
     known = (token >= 0) & (token < vocab)
 
-    # Masked elements are not read: their addresses may be invalid.
+    # Masked elements are not read, because their addresses may be invalid.
     at = target + b * target_row + depth * target_depth + token
     p = tl.load(at, mask=known, other=0.0).to(COMPUTE)
     if ONE_HOT:
@@ -52,7 +52,7 @@ def _drafted(
 
 @triton.jit
 def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
-    """Compute w_i = min(1, w_{i-1} p_i / q_i), w_0 = 1: w_{i-1} and w_i at draft token i, [DEPTHS] float64.
+    """Return w_{i-1} and w_i for each depth i, [DEPTHS] float64: w_i = min(1, w_{i-1} p_i / q_i), w_0 = 1.
 
     q = 0 counts as the limit q -> 0: w_i is 1 where w_{i-1} p_i > 0, else 0.
     """
@@ -61,7 +61,7 @@ def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
     after = before
     scale = 1.0
 
-    # A recurrence over few depths: elements are selected by masks, since Triton cannot index a tensor.
+    # The recurrence over depths selects elements with masks, because Triton cannot index a tensor.
     for i in tl.static_range(GAMMA):
         before = tl.where(depth == i, scale, before)
         joint = scale * tl.sum(tl.where(depth == i, p.to(tl.float64), 0.0), 0)
@@ -78,17 +78,17 @@ def _weights(
     v, b, row, scale, token, probs, GAMMA: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the residual's and the target's weights of tokens v in row `row` of b, float64.
+    """Compute the residual and target weights of tokens v in row `row` of batch element b, float64.
 
-    Row GAMMA has no draft token; there token must be -1 and scale 1.
+    The bonus row GAMMA has no draft token: pass token -1 and scale 1 for it.
     """
     draft, target, draft_row, draft_depth, target_row, target_depth, vocab = probs
     inside = v < vocab
     at = target + b * target_row + row * target_depth + v
     p = tl.load(at, mask=inside, other=0.0).to(COMPUTE)
 
-    # The residual is max(p - q, 0), for a block max(w p - q, 0), without draft probabilities p except at
-    # the draft token.
+    # The residual is max(p - q, 0), or max(w p - q, 0) for a block. Without draft probabilities it is p, with
+    # 0 at the draft token.
     if ONE_HOT:
         rest = tl.where(v == token, 0.0, p)
     else:
@@ -108,12 +108,12 @@ def prefix_mass_kernel(
     GAMMA: tl.constexpr, DEPTHS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Store in prefix_mass[b, i - 1, tile] its sum of max(w_i p_{i+1} - q_{i+1}, 0), for i in 1..GAMMA-1."""
+    """Store a tile's sum of max(w_i p_{i+1} - q_{i+1}, 0) in prefix_mass[b, i - 1, tile], i = 1..GAMMA-1."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     accepted = tl.program_id(2).to(tl.int64) + 1
 
-    # w of the prefix of `accepted` draft tokens.
+    # Compute w for the prefix of `accepted` draft tokens.
     p, q, _ = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, False)
     before, _ = _prefix_scales(p, q, GAMMA, DEPTHS)
     scale = tl.sum(tl.where(tl.arange(0, DEPTHS) == accepted, before, 0.0), 0)
@@ -135,7 +135,7 @@ def residual_kernel(
 ):  # fmt: skip
     """Store num_accepted, accept_prob, row_scale, and both masses [B, TILES] of the row to sample from.
 
-    The bonus row has no draft token; its scale is 1. Every program of a row decides acceptance again.
+    The bonus row has no draft token; its scale is 1. All programs of a row repeat the acceptance decision.
     """
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
@@ -143,7 +143,7 @@ def residual_kernel(
     depth = tl.arange(0, DEPTHS).to(tl.int64)
     p, q, coin = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, ONE_HOT)
 
-    # A block accepts its longest prefix that passes, a chain the draft tokens before the first rejected one.
+    # A block accepts the longest prefix that passes. A chain accepts draft tokens up to the first rejection.
     if BLOCK:
         before, after = _prefix_scales(p, q, GAMMA, DEPTHS)
         inner = depth < GAMMA - 1
@@ -166,13 +166,13 @@ def residual_kernel(
         prob = tl.where(p < q, ratio, tl.where((p >= q) & (p > 0.0), 1.0, 0.0))
         scale = tl.full([], 1.0, tl.float64)
 
-    # All programs of a row have the same result: one stores it.
+    # All programs of a row have the same result, so only one stores it.
     if group == 0:
         tl.store(accept_prob + b * GAMMA + depth, prob, mask=depth < GAMMA)
         tl.store(num_accepted + b, accepted)
         tl.store(row_scale + b, scale)
 
-    # Row `accepted` is sampled: the first rejected draft token's, or the bonus row.
+    # Sample from row `accepted`: the row of the first rejected draft token, or the bonus row.
     token = tl.load(tokens + b * GAMMA + accepted, mask=accepted < GAMMA, other=-1)
     for k in tl.static_range(SPAN):
         tile = group * SPAN + k
@@ -184,9 +184,9 @@ def residual_kernel(
 
 @triton.jit
 def _first_beyond(mass, running, goal, SLOTS: tl.constexpr):
-    """Return the first slot of positive mass with running > goal, else the last of positive mass, else 0.
+    """Return the first slot with positive mass and running > goal, else the last with positive mass, else 0.
 
-    Slots without mass are masked because a parallel scan can round them above their left neighbour.
+    Slots without mass are masked because rounding in a parallel scan can raise them above the slot before.
     """
     slot = tl.arange(0, SLOTS)
     first = tl.min(tl.where((mass > 0.0) & (running > goal), slot, SLOTS), 0)
@@ -201,14 +201,14 @@ def locate_kernel(
     TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr, ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """Store next_token[b] by the inverse CDF of the residual, or of the target row if that has no mass."""
+    """Store next_token[b], sampled by inverse CDF from the residual, or from the target if it has no mass."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TILE_SLOTS)
     rest_mass = tl.load(residual_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
     whole_mass = tl.load(target_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
 
-    # The tile of the uniform, and the mass still to cover inside it.
+    # Find the tile that contains the uniform, and the mass to cover inside this tile.
     empty = tl.max(rest_mass, 0) <= 0.0
     mass = tl.where(empty, whole_mass, rest_mass)
     running = tl.cumsum(mass, 0)
@@ -217,7 +217,7 @@ def locate_kernel(
     tile = _first_beyond(mass, running, goal, TILE_SLOTS)
     goal -= tl.sum(tl.where(slot == tile - 1, running, 0.0), 0)
 
-    # The token inside the tile: its weights are computed again.
+    # Find the token inside the tile; its weights are computed again.
     accepted = tl.load(num_accepted + b)
     scale = tl.load(row_scale + b)
     token = tl.load(tokens + b * GAMMA + accepted, mask=accepted < GAMMA, other=-1)

@@ -1,6 +1,6 @@
-"""Verification rules, as pure functions: the emitted tokens, given drafts, probabilities and uniforms.
+"""Verification rules: pure functions from drafts, probabilities and uniforms to emitted tokens.
 
-All are lossless: chain (rejection), block, target-only, greedy, and their tree forms.
+All rules are lossless: chain (rejection), block, target-only, greedy, and the tree forms.
 """
 
 from rlpipe.spec.verify.block import verify_block

@@ -1,28 +1,29 @@
-"""Block verification of one chain of drafts: the longest acceptance any lossless rule can reach.
+"""Block verification of one chain of drafts: the longest expected acceptance of any lossless rule.
 
 With ratios r_i = p_i(d_i) / q_i(d_i):
 
     w_0 = 1,  w_i = min(1, w_{i-1} * r_i)                          running weight
     A_i = sum_v max(w_i * p_{i+1}(v) - q_{i+1}(v), 0)              mass of the residual at depth i
     h_i = A_i / (A_i + 1 - w_i) for 0 < i < gamma,  h_gamma = w_gamma
-    num_accepted = the largest i with u_i < h_i, or 0              (failing at i does not stop the search)
+    num_accepted = the largest i with u_i < h_i, or 0              (a failure at i does not stop the search)
     next ~ max(w_i * p_{i+1} - q_{i+1}, 0), normalised, at i = num_accepted < gamma; else p_{gamma+1}
 
-Source: Sun et al. 2403.10444, Algorithm 2. The coin of depth i decides whether to stop there if all
-deeper ones failed, so Pr(num_accepted >= i | d_1..d_i) = w_i, and no lossless rule exceeds w_i.
+Source: Sun et al. 2403.10444, Algorithm 2. The coin of depth i decides whether num_accepted is i if all
+deeper coins failed. So Pr(num_accepted >= i | d_1..d_i) = w_i, and no lossless rule exceeds w_i.
 
-Against chain, whose Pr(num_accepted >= i | d_1..d_i) is c_i = prod_{k<=i} min(1, r_k):
+Comparison with chain verification, where Pr(num_accepted >= i | d_1..d_i) = c_i = prod_{k<=i} min(1, r_k):
 
-- w_i >= c_i for every draft (induction), so block's expected acceptance, with coins and undecided
-  deeper drafts marginalised, is at least chain's in every context: sum_i w_i >= sum_i c_i, always.
-  For gamma = 1 both decide alike, coin by coin.
-- With the same coins *and* the same complete draft, no coupling can make block >= chain always. Suppose a
-  lossless rule has S_i(d) = Pr(num_accepted >= i | d_1..d_gamma) >= c_i for every d. Mass that reaches
-  d_1..d_i lawfully splits over the next token as p_{i+1}, so E[S_{i+1} | d_1..d_{i+1}] is at most
-  E[S_i | d_1..d_i] * p / q; as S_{i+1} <= S_i too, induction gives S_i = c_i: the rule is chain itself.
-  Block gains because it may reject d_1 more readily when d_2 is bad, and more rarely when it is good.
-- Pathwise dominance does hold when the drafts after chain's first rejection are sampled afresh: at a node
-  of weight w block moves on to child v with probability min(q(v) / w, p(v)), chain with min(q(v), p(v)).
+- By induction w_i >= c_i for every draft. So block's expected acceptance (over coins and undecided deeper
+  drafts) is at least chain's in every context: sum_i w_i >= sum_i c_i. For gamma = 1 both rules make the same
+  decision for every coin.
+- With the same coins *and* the same complete draft, no coupling can make block >= chain always. Suppose that
+  a lossless rule has S_i(d) = Pr(num_accepted >= i | d_1..d_gamma) >= c_i for every d. To be lossless, the
+  mass that reaches d_1..d_i must split over the next token as p_{i+1}, so E[S_{i+1} | d_1..d_{i+1}] is at
+  most E[S_i | d_1..d_i] * p / q. Also S_{i+1} <= S_i, so induction gives S_i = c_i: the rule is chain itself.
+  Block gains because it rejects d_1 more often when d_2 is bad, and less often when d_2 is good.
+- Block dominates chain on every path if the drafts after chain's first rejection are sampled again: from a
+  node of weight w, block continues to child v with probability min(q(v) / w, p(v)), and chain with
+  min(q(v), p(v)).
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ def verify_block(
 
     Arguments as in `verify_chain`.
 
-    accept_prob: w_i = Pr(num_accepted >= i given d_1..d_i), coins and deeper drafts marginalised; *not*
-    conditional on shallower depths as in `verify_chain`, whose cumulative product it is to be compared
-    with. Its sum over depths is an unbiased estimate of num_accepted. A draft with q = 0 counts as r =
-    infinity if p > 0, and as r = 0 if not. Where rounding leaves a residual of zero mass, the target row
-    itself is sampled. Raises ValueError for an unknown backend.
+    accept_prob: w_i = Pr(num_accepted >= i given d_1..d_i), over coins and deeper drafts. Unlike in
+    `verify_chain` it is *not* conditional on shallower depths, so compare it with the cumulative product of
+    `verify_chain`'s. Its sum over depths is an unbiased estimate of num_accepted.
+
+    A draft with q = 0 counts as r = infinity if p > 0, else as r = 0. If rounding leaves the residual without
+    mass, the token is sampled from the target row. Raises ValueError for an unknown backend.
     """
     if runs_on_kernels(backend):
         from rlpipe.spec.kernels import verify_block as launch
@@ -65,7 +67,7 @@ def verify_block(
     inner = weights[:, :-1]
     mass = _mass(inner, draft_probs[:, 1:], target_probs[:, 1:-1])
 
-    # u < h_i without a division: h_i = A_i / (A_i + 1 - w_i) inside, h_gamma = w_gamma at the end.
+    # Compare u < h_i without a division: h_i = A_i / (A_i + 1 - w_i) for i < gamma, and h_gamma = w_gamma.
     passed = torch.cat(
         [
             accept_uniforms[:, :-1] * (mass + 1 - inner) < mass,
@@ -95,7 +97,7 @@ def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
     q = 0 gives 1 if w_{i-1} * p_i > 0, else 0.
 
-    p, q: [..., gamma] probabilities of the realised drafts; NaN in either gives 0. Returns [..., gamma].
+    p, q: [..., gamma] probabilities of the sampled drafts; a NaN in either gives 0. Returns [..., gamma].
 
     >>> running_weights(torch.tensor([[0.2, 0.3, 0.1]]), torch.tensor([[0.4, 0.1, 0.2]]))
     tensor([[0.5000, 1.0000, 0.5000]], dtype=torch.float64)
@@ -115,7 +117,7 @@ def _mass(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.
     if not is_tiled(target_probs):
         return _residual(scale, target_probs, draft_probs).sum(-1, dtype=torch.float64)
 
-    # Row by row into one buffer: fresh memory for each row would cost more than the arithmetic.
+    # Compute row by row in one buffer; new memory for each row would cost more than the arithmetic.
     mass, buffer = torch.empty_like(weights), None
     for b in range(len(weights)):
         buffer = _residual(scale[b], target_probs[b], draft_probs[b], out=buffer)

@@ -1,12 +1,12 @@
 """Rejection sampling of one chain of drafts, token by token.
 
-A pure function of probabilities and uniforms; it samples nothing itself, so a test can choose every coin.
+A pure function of probabilities and uniforms. It generates no random numbers, so a test can set every coin.
 
     draft d_i ~ q_i;  accept while u_i * q_i(d_i) < p_i(d_i)           (strict: p = 0 always rejects)
     first rejected i:   next ~ max(p_i - q_i, 0), normalised           (only this row is resampled)
     all accepted:       next ~ p_{gamma+1}                             (the bonus token)
 
-Source: Leviathan et al. 2211.17192; Bebop (2606.12370) App. G with the bonus row read as p_{gamma+1}.
+Source: Leviathan et al. 2211.17192; Bebop (2606.12370) App. G, taking its bonus row as p_{gamma+1}.
 The last token is sampled by inverting the CDF (Bebop Alg. 3).
 """
 
@@ -34,8 +34,8 @@ def verify_chain(
     in [0, 1), independent of each other and of the drafts. backend: "torch" or "triton".
 
     accept_prob: min(1, p_i(d_i) / q_i(d_i)), given that all shallower drafts were accepted. A draft with
-    q = 0 is accepted if p > 0. Where rounding leaves a residual of zero mass, the target row itself is
-    sampled. Raises ValueError for an unknown backend.
+    q = 0 is accepted if p > 0. If rounding leaves the residual without mass, the token is sampled from the
+    target row. Raises ValueError for an unknown backend.
     """
     if runs_on_kernels(backend):
         from rlpipe.spec.kernels import verify_chain as launch

@@ -1,4 +1,4 @@
-"""Functions shared by the verification rules: row selection, the last token, the choice of backend."""
+"""Functions that the verification rules share: row selection, the last token, the choice of backend."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def backend_for(device: torch.device) -> str:
 
 
 def leading(accepted: torch.Tensor) -> torch.Tensor:
-    """Count the leading True of each row: [B, gamma] bool -> [B] int64."""
+    """Count the leading True values of each row: [B, gamma] bool -> [B] int64."""
     return accepted.cumprod(1, dtype=torch.int64).sum(1)
 
 
 def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Select probs[b, index[b]]: [B, K, V], [B] -> [B, V]; of a single row on a CPU a view."""
+    """Select probs[b, index[b]]: [B, K, V], [B] -> [B, V]; a view if it is a single row on a CPU."""
     batch, rows, vocab = probs.shape
     if batch == 1 and probs.device.type == "cpu":
         return probs[:, int(index)]
@@ -45,16 +45,16 @@ def picked(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def nonempty(residual: torch.Tensor, target_row: torch.Tensor) -> torch.Tensor:
-    """Return the residual, or the target's row where no mass remains: [B, V], [B, V] -> [B, V].
+    """Return the residual, or the target's row if the residual has no mass: [B, V], [B, V] -> [B, V].
 
-    In exact arithmetic a residual without mass is reached with probability 0; rounding, or a coin of
-    exactly 1, can reach it, and then the target itself is the nearest distribution that can be sampled.
+    In exact arithmetic a residual without mass has probability 0, but rounding, or a coin of exactly 1, can
+    produce one. The target is then the nearest distribution from which to sample.
     """
     return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_row)
 
 
-# (rows of the batch, their draft row [m, V], their target row [m, V], out) -> residual [m, V], unnormalised,
-# of m rows that rejected a draft; written to `out` [m, V] if that is not None.
+# (m rows of the batch that rejected a draft, their draft row [m, V], their target row [m, V], out) ->
+# unnormalised residual [m, V]. It is written to `out` [m, V] unless `out` is None.
 Residual = Callable[[slice, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -67,7 +67,7 @@ def weights_after(
 ) -> torch.Tensor:
     """Return the unnormalised distribution of the token after the accepted drafts: residual or p_{gamma+1}.
 
-    Arguments as in `sample_after`. The residual of rows that accepted every draft is not used.
+    Arguments as in `sample_after`. Rows that accepted every draft use p_{gamma+1}.
     Returns [B, V].
     """
     gamma = target_probs.shape[1] - 1
@@ -87,7 +87,7 @@ def sample_after(
 ) -> torch.Tensor:
     """Sample a token from `weights_after` by inverse CDF; row by row on a CPU with a large vocabulary.
 
-    draft_probs: [B, gamma, V], None for a residual that reads none. target_probs: [B, gamma + 1, V].
+    draft_probs: [B, gamma, V], or None if the residual does not read them. target_probs: [B, gamma + 1, V].
     num_accepted: [B]. uniforms: [B]. Returns [B] int64.
     """
     if not is_tiled(target_probs):

@@ -1,4 +1,4 @@
-"""Greedy verification of one chain: emits what argmax decoding of the target would emit."""
+"""Greedy verification of one chain: emits the same tokens as argmax decoding of the target."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlpipe.spec.verify.verdict import Verdict
 
 
 def verify_greedy(draft_tokens: torch.Tensor, target_scores: torch.Tensor) -> Verdict:
-    """Accept drafts while d_i = argmax p_i; the next token is the argmax at the first that is not.
+    """Accept drafts while d_i = argmax p_i; the next token is the argmax at the first other draft.
 
-    draft_tokens: [B, gamma] int64, however chosen. target_scores: [B, gamma + 1, V], logits or
-    probabilities; among equal scores the one torch.argmax picks. accept_prob: 1.0 or 0.0, whether
-    d_i is that argmax. Source: LongSpec, greedy verification (temperature 0).
+    draft_tokens: [B, gamma] int64, chosen by any rule. target_scores: [B, gamma + 1, V], logits or
+    probabilities; torch.argmax resolves ties. accept_prob: 1.0 if d_i is the argmax, else 0.0.
+    Source: LongSpec, greedy verification (temperature 0).
     """
     best = target_scores.argmax(-1)
     agrees = draft_tokens == best[:, :-1]

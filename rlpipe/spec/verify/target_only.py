@@ -1,4 +1,4 @@
-"""Target-only verification of one chain: rejection sampling with a one-hot q at the drafted token."""
+"""Target-only verification of one chain: rejection sampling with a one-hot q at the draft token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def verify_target_only(
 ) -> Verdict:
     """Accept a draft with probability p(draft); the residual is p without the draft, normalised.
 
-    Source: Bebop §2.2, Eq. 1. Arguments as in `verify_chain`; draft_probs is not used and may be None,
-    because the rule is lossless for any way of choosing the draft from the past.
+    Source: Bebop §2.2, Eq. 1. Arguments as in `verify_chain`; draft_probs is not used and may be None. The
+    rule is lossless for every way of choosing drafts from earlier tokens.
 
-    accept_prob: p_i(d_i), 1 where that rounds above it, given that all shallower drafts were accepted.
-    Where the draft holds all of the target's mass and is rejected nevertheless (rounding), the target row
-    itself is sampled.
+    accept_prob: p_i(d_i), clamped to 1, given that all shallower drafts were accepted. If rounding rejects a
+    draft that has all of the target's mass, the token is sampled from the target row.
     Raises ValueError for an unknown backend.
     """
     if runs_on_kernels(backend):

@@ -2,20 +2,20 @@
 
 At an accepted node with target row p and draft row q, its children x_1, x_2, ... are verified in order:
 
-    r_1 = p                                       the target given all rejections so far
-    accept x_j if u_j * q_j(x_j) < r_j(x_j)       then walk on from x_j with its own p and q
+    r_1 = p                                       r_j: the target given all rejections so far
+    accept x_j if u_j * q_j(x_j) < r_j(x_j)       then continue from x_j with the p and q of x_j
     else r_{j+1} = max(r_j - q_j, 0), normalised
-    all children rejected:  next ~ r of the node where the walk ends; at a leaf that is p
+    all children rejected:  next ~ the last r of the node where the walk ends; at a leaf this is p
 
-q_j is the distribution x_j was sampled from, given its earlier siblings:
+q_j is the distribution from which x_j was sampled, given its earlier siblings:
 
     with replacement      q_j = q                                       SpecInfer, Miao et al. 2305.09781
     without               q_j = q without x_1..x_{j-1}, normalised      RRSw, Jeon et al. 2402.14160
-    draft_probs = None    q_j = one-hot at x_j (top-k children, say)    target-only in rounds
+    draft_probs = None    q_j = one-hot at x_j (e.g. top-k children)    target-only in rounds
 
-Each round is rejection sampling of x_j against r_j, so the token that the rounds of a node emit has
-distribution p, whatever the number of children: lossless. A chain is the tree with one child per node, and
-where q > 0 decides bit for bit as `verify_chain`.
+Each round is rejection sampling of x_j against r_j. So the token emitted by the rounds of a node has
+distribution p for any number of children: the rule is lossless. A chain is a tree with one child per node; if
+q > 0, the decisions equal those of `verify_chain` bit for bit.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def verify_tree(
 ) -> TreeVerdict:
     """Verify a static tree of N drafts by rejection sampling; lossless.
 
-    draft_tokens: [B, N] int64, node n at column n - 1. draft_probs: [B, N + 1, V], row n the q at node n
-    from which its children were sampled (rows of leaves are not read), or None if the children were
-    chosen deterministically. target_probs: [B, N + 1, V], row n the target after node n.
+    draft_tokens: [B, N] int64; column n - 1 is node n. draft_probs: [B, N + 1, V]; row n is the distribution
+    q from which the children of node n were sampled (rows of leaves are not read). None if the children were
+    chosen deterministically. target_probs: [B, N + 1, V]; row n is the target after node n.
     accept_uniforms: [B, N], residual_uniforms: [B], float64 in [0, 1), independent of each other and of
     the drafts. replacement: whether siblings were sampled independently (True) or without replacement;
-    has no effect for draft_probs = None.
+    has no effect if draft_probs is None.
 
     accept_prob: min(1, r_j / q_j) at each node, given that its parent was reached and its earlier
-    siblings rejected. A sibling that q cannot produce, because q is 0 there or its earlier siblings
-    hold all of q's mass, is verified as a deterministic one: that is lossless however it was chosen.
-    Where rounding leaves r without mass, the target row itself is sampled.
+    siblings were rejected. If q cannot produce a sibling (q is 0 there, or its earlier siblings have all of
+    q's mass), it is verified as a deterministic sibling, which is lossless for any choice.
+    If rounding leaves r without mass, the token is sampled from the target row.
     """
-    # Every node's rounds are computed; only those of the nodes on the path decide.
+    # Compute the rounds of every node; only the rounds of nodes on the path decide.
     reached = torch.zeros_like(draft_tokens[:, 0])
     residual = torch.zeros_like(target_probs[:, 0])
     accept_prob = []
@@ -75,7 +75,7 @@ def verify_tree(
         first = passed.long().argmax(1) + children[0]
         reached = torch.where(here & passed.any(1), first, reached)
 
-    # At a leaf, which has no rounds, the next token is the target's own.
+    # A leaf has no rounds, so its next token is sampled from the target.
     target_row = row(target_probs, reached)
     inner = torch.tensor([bool(tree.children(n)) for n in range(tree.num_drafts + 1)], device=reached.device)
     weights = torch.where(inner[reached].unsqueeze(1), residual, target_row)
@@ -84,13 +84,13 @@ def verify_tree(
 
 
 def verify_tree_greedy(tree: Tree, draft_tokens: torch.Tensor, target_scores: torch.Tensor) -> TreeVerdict:
-    """Accept the deepest path of argmax tokens; emits what argmax decoding of the target would emit.
+    """Accept the deepest path of argmax tokens; emits the same tokens as argmax decoding of the target.
 
     accepted[n] = accepted[parent(n)] and d_n = argmax p_parent(n)        (LongSpec, greedy verification)
 
-    draft_tokens: [B, N] int64. target_scores: [B, N + 1, V], logits or probabilities, row n after node
-    n. Among equally deep paths (repeated siblings) the first one wins. accept_prob: 1.0 or 0.0, whether
-    a draft is the argmax after its parent.
+    draft_tokens: [B, N] int64. target_scores: [B, N + 1, V], logits or probabilities; row n is after node
+    n. Among equally deep paths (repeated siblings) the first one wins. accept_prob: 1.0 if a draft is the
+    argmax after its parent, else 0.0.
     """
     best = target_scores.argmax(-1)
     parents = torch.tensor(tree.parents[1:], device=best.device)
@@ -131,11 +131,11 @@ def _rounds(
     coins: torch.Tensor,
     replacement: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Run the rounds of one node's children x_1..x_k, each as if all earlier ones were rejected.
+    """Run the rounds of one node's children x_1..x_k, each as if all earlier children were rejected.
 
     tokens, coins: [B, k]. draft_row, target_row: [B, V]. Returns passed [B, k] bool, k accept
-    probabilities [B], and the target's residual after k rejections, unnormalised [B, V]. Instead of
-    normalising r and q, their masses are carried along.
+    probabilities [B], and the target's unnormalised residual after k rejections [B, V]. r and q are not
+    normalised; their masses are tracked instead.
     """
     residual, mass = target_row, 1.0
     siblings, siblings_mass = draft_row, 1.0
@@ -152,7 +152,7 @@ def _rounds(
         passed.append(coins[:, j : j + 1] * (mass * q) < r)
         probs.append((r / (mass * q)).nan_to_num(0.0).clamp(max=1).to(target_row.dtype).squeeze(1))
 
-        # A deterministic sibling, once rejected, is removed; a sampled one takes q off the residual.
+        # A rejected deterministic sibling is removed from the residual. For a sampled one, q is subtracted.
         forbidden = residual.scatter(1, token, 0.0)
         if siblings is None:
             residual = forbidden
@@ -169,7 +169,7 @@ def _rounds(
 def _verdict(
     tree: Tree, reached: torch.Tensor, next_token: torch.Tensor, accept_prob: torch.Tensor
 ) -> TreeVerdict:
-    """Return the verdict of a walk that ended at node reached [B]."""
+    """Return the verdict of a walk that ended at the nodes `reached` [B]."""
     path = tree.paths().to(reached.device)[reached]
     return TreeVerdict(
         num_accepted=(path >= 0).sum(1), next_token=next_token, path=path, accept_prob=accept_prob

@@ -1,4 +1,4 @@
-"""Results of verification rules, which are all lossless: emitted tokens follow the target's distribution."""
+"""Results of the verification rules, all of which are lossless: tokens have the target's distribution."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What a lossless rule decided about one chain of drafts.
+    """Result of verifying one chain of drafts.
 
     num_accepted: [B] int64 in 0..gamma. next_token: [B] int64, emitted after the accepted drafts.
-    accept_prob: [B, gamma] in [0, 1], over coins not yet thrown; of which event, each rule states.
+    accept_prob: [B, gamma] in [0, 1], a probability of acceptance over the coins; each rule defines it.
     """
 
     num_accepted: torch.Tensor
@@ -22,11 +22,11 @@ class Verdict:
 
 @dataclass(slots=True, kw_only=True)
 class TreeVerdict:
-    """What a lossless rule decided about a tree of drafts (`rlpipe.spec.tree.Tree`, N drafts, depth D).
+    """Result of verifying a tree of drafts (`rlpipe.spec.tree.Tree`, N drafts, depth D).
 
     num_accepted: [B] int64 in 0..D. next_token: [B] int64, emitted after the accepted path.
     path: [B, D] int64, the accepted nodes from depth 1 on, -1 beyond num_accepted.
-    accept_prob: [B, N] in [0, 1]: node n is accepted once its parent is and its earlier siblings are not.
+    accept_prob: [B, N] in [0, 1], that node n is accepted if its parent is and its earlier siblings are not.
     """
 
     num_accepted: torch.Tensor
@@ -36,10 +36,10 @@ class TreeVerdict:
 
     @property
     def kv_source(self) -> torch.Tensor:
-        """[B, D] int64: slot i + 1 after the root's must get the keys and values of node kv_source[:, i].
+        """[B, D] int64: the keys and values of node kv_source[:, i] must move to slot i + 1 after the root's.
 
-        `path`, with i + 1 (the slot itself) instead of -1. Sources are never before their destination,
-        so copying in ascending order never reads a slot already overwritten.
+        Equals `path`, with i + 1 (the same slot) instead of -1. A source is never before its destination, so
+        copying in ascending order never reads an overwritten slot.
         """
         slots = torch.arange(1, self.path.shape[1] + 1, device=self.path.device)
         return torch.where(self.path < 0, slots, self.path)
