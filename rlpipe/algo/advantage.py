@@ -1,19 +1,19 @@
 """Advantages of a batch of groups, through verl's registered estimators.
 
-With algo.credit=turn the tokens of turn k of trajectory i are credited with the rewards from that turn on,
+With algo.credit=turn, the tokens of turn k of trajectory i are credited with the rewards from that turn on:
 
     G_ik = sum_{j >= k} r_ij,    A_ik = estimator over siblings i' of G_{i', min(k, K_i')},
 
 where K_i' is the last turn of sibling i'. A sibling that ended before turn k counts with its last turn, so
-that every turn is compared with the full group. With grpo: A_ik = (G_ik - mean) / std of these returns. If
-only last turns have a reward, all G_ik are the trajectory's reward, and this equals algo.credit=episode.
-Source: REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount, a turn as the step.
+every turn is compared with the full group. With grpo, A_ik = (G_ik - mean) / std of these returns. If only
+last turns have a reward, every G_ik is the trajectory's reward, and the result equals algo.credit=episode.
+Source: REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount; each turn is a step.
 
-Owns the choice of trajectories: masked ones and groups with fewer than two complete siblings have advantage
-zero (there is nothing to compare with). If the policy plays all sides of a game, the siblings on each side
-are a group, so that an advantage that the rules give to a side is not credited to the policy (the
-role-conditioned baseline of SPIRAL, arXiv 2506.24119, with the group's mean instead of its running mean). The
-estimator itself is verl's.
+Owns the choice of trajectories: masked trajectories, and groups with fewer than two complete siblings, have
+advantage zero, because a comparison is not possible. If the policy plays all sides of a game, the siblings on
+each side are a separate group, so that an advantage from the rules of the game is not credited to the policy
+(the role-conditioned baseline of SPIRAL, arXiv 2506.24119, with the group's mean instead of a running mean).
+The estimator itself is verl's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ARGUMENTS = ARGUMENTS[ADVANTAGE]
 
 
 def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.ndarray]:
-    """Compute per-token advantages, one float32 array per trajectory, in the order of the groups.
+    """Compute per-token advantages: one float32 array per trajectory, in the order of the groups.
 
     Each array is parallel to `token_ids` and 0 where loss_mask is 0. Rewards are placed on the last sampled
     token, as verl's outcome estimators expect.
@@ -59,7 +59,7 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
     for i, row_mask in enumerate(masks):
         mask[i, : len(row_mask)] = row_mask
 
-    # Turn k of every trajectory at once; by episode there is one turn.
+    # Estimate turn k of every trajectory at once. With credit by episode there is only one turn.
     turns = [_turns(trajectories[row], config.credit) for row in rows]
     previous: list[float] | None = None
     values = mask
@@ -77,14 +77,14 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
 
 
 def _turns(trajectory: Trajectory, credit: Credit) -> list[tuple[slice, float]]:
-    """Return the tokens of each turn and the rewards from there on; one turn when credited by episode."""
+    """Return for each turn its tokens and the sum of rewards from it on; one turn if credited by episode."""
     reward = trajectory.reward
     assert reward is not None, "complete trajectories have a reward"
     ends, rewards = trajectory.turn_ends, trajectory.turn_rewards
     if credit is Credit.EPISODE or not ends or len(ends) != len(rewards):
         return [(slice(None), reward)]
 
-    # The context before a turn has no advantage, so a turn may include it.
+    # Tokens of the context have no advantage, so the slice of a turn may include the context before it.
     to_go = np.cumsum(np.asarray(rewards, np.float64)[::-1])[::-1]
     return [
         (slice(start, end), float(earned))
@@ -93,7 +93,7 @@ def _turns(trajectory: Trajectory, credit: Credit) -> list[tuple[slice, float]]:
 
 
 def _at_last_tokens(returns: Sequence[float], mask: np.ndarray) -> np.ndarray:
-    """Return returns on the last sampled token of each row, where outcome estimators read them."""
+    """Place each row's return on its last sampled token, where outcome estimators read it."""
     rewards = np.zeros_like(mask)
     for row, (earned, of_row) in enumerate(zip(returns, mask, strict=True)):
         rewards[row, np.flatnonzero(of_row)[-1]] = earned
@@ -101,7 +101,7 @@ def _at_last_tokens(returns: Sequence[float], mask: np.ndarray) -> np.ndarray:
 
 
 def check_estimator(config: AlgoConfig) -> None:
-    """Refuse, at launch, an estimator that needs more than a batch of groups has.
+    """Refuse, at launch, an estimator that needs data other than a batch of groups.
 
     Raises ValueError with the reason and the estimators that can be used.
     """
@@ -119,8 +119,8 @@ def check_estimator(config: AlgoConfig) -> None:
 def _obstacle(config: AlgoConfig) -> str:
     """Explain why an estimator cannot be used; empty if it can.
 
-    Its signature shows arguments without a default. Some estimators refuse the default of another argument
-    (`config=None`), which shows only in a call, here on a group of two.
+    The signature shows which arguments have no default. Some estimators also refuse the default of an
+    argument (`config=None`). Only a call reveals this, so the estimator is called on a group of two.
     """
     required = required_arguments(verl_door.advantage_estimator(config.advantage))
     if missing := sorted(required - set(_ARGUMENTS)):
@@ -129,13 +129,13 @@ def _obstacle(config: AlgoConfig) -> str:
     rewards = np.array([[0.0], [1.0]], dtype=np.float32)
     try:
         _estimate(rewards, np.ones_like(rewards), uids=["g", "g"], config=config)
-    except Exception as error:  # any exception: the first batch would fail with it
+    except Exception as error:  # every exception counts: the first batch would raise it, too
         return f"cannot be computed from {', '.join(_ARGUMENTS)} ({error!r})"
     return ""
 
 
 def _rehearse(config: AlgoConfig) -> None:
-    """Compute a user's advantages of two groups, one with equal rewards, of answers of two lengths."""
+    """Call a user's advantage on two groups of answers of different lengths; one group has equal rewards."""
     mask = np.array([[1, 1, 1], [1, 0, 0], [0, 1, 1], [1, 1, 0]], dtype=np.float32)
     rewards = np.zeros_like(mask)
     rewards[0, 2], rewards[2, 2], rewards[3, 1] = 1.0, 0.5, 0.5
@@ -147,7 +147,7 @@ def _estimator(name: str) -> Callable[..., Any]:
 
 
 def _estimate(rewards: np.ndarray, mask: np.ndarray, *, uids: list[str], config: AlgoConfig) -> np.ndarray:
-    """Estimate advantages of responses in groups `uids`, [B, S] as rewards and mask are."""
+    """Estimate advantages [B, S] of responses. rewards, mask: [B, S]. uids: group of each response."""
     import torch
 
     # A user's function may write into its arguments.
@@ -165,7 +165,7 @@ def _estimate(rewards: np.ndarray, mask: np.ndarray, *, uids: list[str], config:
 
 
 def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:
-    """Find the rows (over all trajectories) that have a complete sibling, and their group ids."""
+    """Return the indices (over all trajectories) of those with a complete sibling, and their group ids."""
     rows: list[int] = []
     uids: list[str] = []
     start = 0

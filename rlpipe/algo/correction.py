@@ -1,12 +1,13 @@
-"""Correction of the mismatch between the policy that sampled and the policy that is trained.
+"""Corrects the mismatch between the policy that sampled the tokens and the policy that is trained.
 
-One contract for every kind: `correct` returns weights, the mask of the accepted tokens, and metrics. Ratios
-and divergence masks are verl's; every other kind is a `CorrectionRule` with a row in `RULES`. All cover
-precision differences and staleness alike, because rollout_logprobs are those of the weights that sampled.
+Every kind of correction has the same contract: `correct` returns weights, the mask of the accepted tokens,
+and metrics. verl computes ratios and divergence masks; every other kind is a `CorrectionRule` with a row in
+`RULES`. All kinds correct both precision differences and staleness, because rollout_logprobs come from the
+weights that sampled the tokens.
 
-Weights lead to the proximal policy of PPO's ratio: weight x ratio = pi / pi_rollout. Rejected tokens have
-weight 0 and leave the loss, but still count where it is normalised by the tokens of the global batch; in
-metrics over tokens they count as weight 0.
+A weight is the ratio of PPO's proximal policy to the rollout policy, so weight x PPO's ratio = pi /
+pi_rollout. Rejected tokens have weight 0 and are left out of the loss, but still count in its normalisation
+by the tokens of the global batch. In metrics over tokens they count with weight 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rlpipe.config.algo import AlgoConfig, Correction, MaskRule
 from rlpipe.metrics.values import Max, Mean, Min, Value
 from rlpipe.types import Trajectory
 
-# A new correction is one file with a subclass of `CorrectionRule`, imported above, and a row here.
+# To add a correction, write a file with a subclass of `CorrectionRule`, import it above, and add a row here.
 RULES: dict[Correction, type[CorrectionRule]] = {
     Correction.OBRS: Obrs,
     Correction.OBRS_MASK: ObrsMask,
@@ -40,15 +41,15 @@ _LEVEL = {
 }
 _SQUARE = "_moment/is_square"
 
-# verl's metric -> what it averages over; the ones left out (std, effective sample size of one
-# micro-batch) cannot be combined across micro-batches.
+# verl's metrics by what they average over. Others (std, effective sample size of one micro-batch) are left
+# out, because they cannot be combined across micro-batches.
 _PER_TOKEN = ("kl", "k3_kl", "chi2_token")
 _PER_SEQUENCE = ("training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff", "log_ppl_abs_diff", "chi2_seq")
 
 
 @dataclass(slots=True, kw_only=True)
 class Corrected:
-    """weights: [B, S] without a graph, 0 where mask is 0, None for ones. mask: [B, S] accepted tokens."""
+    """weights: [B, S] without a graph, 0 where mask is 0; None: all ones. mask: [B, S] accepted tokens."""
 
     weights: torch.Tensor | None
     mask: torch.Tensor
@@ -56,9 +57,9 @@ class Corrected:
 
 
 def make_rule(config: AlgoConfig) -> CorrectionRule | None:
-    """Make the rule of `algo.correction`; None for those that verl computes from a token's two logprobs.
+    """Create the rule of `algo.correction`; None if verl computes it from the two logprobs of a token.
 
-    Raises ValueError for a user's rule that cannot be imported.
+    Raises ValueError if a user's rule cannot be imported.
     """
     rule = RULES.get(config.correction)
     return None if rule is None else rule(config)
@@ -71,7 +72,7 @@ def top_logprobs(config: AlgoConfig, vocab_size: int) -> int:
 
 
 def token_data(rule: CorrectionRule | None, trajectories: Sequence[Trajectory], seed: int) -> dict[str, Any]:
-    """Collect the token data that a rule needs, as options of `pack`; seed: the run's."""
+    """Collect the token data that a rule needs, as arguments of `pack`. seed: the run's seed."""
     if rule is None:
         return {}
     return {
@@ -92,10 +93,11 @@ def correct(
 ) -> Corrected:
     """Compute weights, accepted tokens and off-policy metrics of one micro-batch.
 
-    All tensors [B, S], detached; the mask holds at least one 1. current_logprobs: of the policy being
-    updated. trainer_logprobs: of the proximal policy. rule: of `make_rule(config)`, with its state;
-    extras: the data it declared. Metrics are `rollout_corr/*`; `add_sample_size` completes them once they are
-    reduced. Raises ValueError when a rule lacks what it needs, or breaks the contract.
+    All tensors are [B, S] and detached; the mask has at least one 1. current_logprobs: of the policy being
+    updated. trainer_logprobs: of the proximal policy. rollout_logprobs: of the policy that sampled. rule: the
+    result of `make_rule(config)`, which has a state. extras: the data that the rule declared. Metrics are
+    `rollout_corr/*`; `add_sample_size` completes them after their reduction. Raises ValueError when a rule
+    lacks data that it needs, or breaks the contract.
     """
     threshold: float | str = config.correction_threshold
     if config.correction is Correction.ICEPOP:
@@ -115,7 +117,7 @@ def correct(
     if config.mask is not MaskRule.NONE:
         metrics |= _masked(mask, accepted)
 
-    # A rule brings its own weights, and rejects tokens on top of those that verl's mask rejected.
+    # A rule computes weights, and rejects more tokens in addition to those that verl's mask rejected.
     if rule is not None:
         inputs = CorrectionInputs(
             trainer_logprobs=trainer_logprobs,
@@ -145,7 +147,7 @@ def correct(
 def add_sample_size(metrics: dict[str, Value]) -> dict[str, Value]:
     """Add the effective sample size of the importance weights, a fraction: mean(w)^2 / mean(w^2).
 
-    It needs the sums over all micro-batches and ranks, so it is added after they were reduced.
+    It needs sums over all micro-batches and ranks, so call this with the reduced metrics.
     """
     square = metrics.pop(_SQUARE, None)
     if square is not None and square.value():
@@ -159,7 +161,7 @@ def _mask_bounds(config: AlgoConfig) -> str | None:
     if config.mask is MaskRule.NONE:
         return None
 
-    # Only k1 has a sign, and so a lower bound.
+    # Only k1 can be negative, so only k1 has a lower bound.
     if not config.mask.value.endswith("k1"):
         return str(config.mask_high)
     low = 1 / config.mask_high if config.mask_low is None else config.mask_low
@@ -167,7 +169,7 @@ def _mask_bounds(config: AlgoConfig) -> str | None:
 
 
 def _divergences(verl_metrics: dict[str, float], mask: torch.Tensor) -> dict[str, Value]:
-    """Return verl's divergences of rollout and trainer, each weighted by the number it averages over."""
+    """Return verl's divergences of rollout and trainer, each as a mean with its count."""
     counts = {_PER_TOKEN: mask.sum().item(), _PER_SEQUENCE: (mask.sum(-1) > 0).sum().item()}
     return {
         f"rollout_corr/{name}": Mean(verl_metrics[f"rollout_corr/{name}"] * count, count)
@@ -188,7 +190,7 @@ def _masked(mask: torch.Tensor, accepted: torch.Tensor) -> dict[str, Value]:
 
 
 def _weight_metrics(weights: torch.Tensor, accepted: torch.Tensor, config: AlgoConfig) -> dict[str, Value]:
-    """Compute metrics of the applied weights [P]; accepted: [P], 1 where a token is trained on."""
+    """Compute metrics of the applied weights [P]. accepted: [P], 1 for tokens that are trained on."""
     tokens = len(weights)
     metrics: dict[str, Value] = {
         "rollout_corr/rollout_is_mean": Mean(weights.sum().item(), tokens),

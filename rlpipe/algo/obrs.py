@@ -1,31 +1,31 @@
-"""Optimal budgeted rejection sampling (OBRS, Jackpot): accept or reject sampled tokens, and weigh them.
+"""Optimal budgeted rejection sampling (OBRS, Jackpot): accepts or rejects sampled tokens, and weighs them.
 
-Owns the math, the uniforms, the calibration between batches, weights, mask and metrics. With p the target,
-q the rollout's distribution that sampled and q' that of the accepted tokens:
+Owns the math, the uniforms, the calibration between batches, weights, mask and metrics. Let p be the target's
+distribution, q the rollout's distribution, and q' the distribution of the accepted tokens:
 
     accept x with   a(x) = min(1, p(x) / (lam q(x)))                      Jackpot Eq. 3
     accepted        q'(x) = min(q(x), p(x) / lam) / Z                     Eq. 4
     rate            Z = sum_x min(q(x), p(x) / lam) = E_q[a]              Section 4.4.2
     weight          w(x) = Z max(lam, p(x) / q(x))                        Algorithm 1, line 23
 
-For an accepted token w = p / q'. So E_q[a w f] = Z E_p[f]: among the accepted tokens of one position the
-weighted mean is that of the target, and a position counts in proportion to its Z. Each token is corrected
-conditional on its prefix; the prefix itself remains the rollout's.
+For an accepted token w = p / q'. So E_q[a w f] = Z E_p[f]: the weighted mean over accepted tokens of one
+position equals the target's mean, and a position counts in proportion to its Z. Each token is corrected
+conditional on its prefix; the prefix itself is still the rollout's.
 
 How this differs from the paper
-1. Z. The paper sums over the union of both top-k. A rollout engine sends only the logprobs of its own top-k,
-   so q is unknown at the target's other likely tokens. The candidates here are the rollout's top-k, and
-   `normalizer_bounds` adds the largest contribution of the other tokens. If p = q and lam = 1 this gives
-   exactly Z = 1; the paper's sum gives less, and a different weight to every token.
-2. Algorithm 1 puts p_new into w for any target. w(p_new) is p_new / q' only where p_new is the target, or
-   where both p_new and p are at least lam q (nothing can be rejected). We use the target.
-3. kappa can be computed from the acceptance probabilities, whose mean is the acceptance rate without sampling
-   noise. It is measured on one batch and applied in the next: the weights then need no second pass over the
-   batch and do not depend on how it was cut.
+1. Z. The paper sums over the union of both top-k. A rollout engine sends only the logprobs of the rollout's
+   top-k, so q is unknown at the target's other likely tokens. The candidates here are the rollout's top-k,
+   and `normalizer_bounds` adds the largest possible contribution of the other tokens. If p = q and lam = 1,
+   this gives exactly Z = 1. The paper's sum is then below 1, and gives a different weight to every token.
+2. Algorithm 1 uses p_new in w for any target. But w(p_new) equals p_new / q' only if p_new is the target, or
+   if both p_new and p are at least lam q (then no token can be rejected). We use the target.
+3. kappa can be computed from the acceptance probabilities; their mean is the acceptance rate without sampling
+   noise. It is measured on one batch and applied in the next, so that the weights need no second pass over
+   the batch and do not depend on how the batch was cut.
 
-It needs top-k logprobs with every sampled token (`SamplingParams.top_logprobs`), and the target's logprobs
-at those ids, gathered from the logits of the forward pass that is made anyway. With a vocabulary cut over
-ranks that is one all-reduce of [P, K] numbers.
+OBRS needs top-k logprobs with every sampled token (`SamplingParams.top_logprobs`), and the target's logprobs
+at the same ids, gathered from the logits of the training forward pass. If the vocabulary is cut over ranks,
+this takes one all-reduce of [P, K] numbers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from rlpipe.config.algo import AlgoConfig, ObrsCalibration, ObrsConfig, ObrsNorm
 from rlpipe.metrics.values import Mean, Ratio, Value
 from rlpipe.types import Trajectory
 
-_SAFETY = 20.0  # bound of log ratios, as verl's
+_SAFETY = 20.0  # bound of log ratios, the same as in verl
 _KAPPA = "rollout_corr/obrs_kappa"
 
 
 class Obrs(CorrectionRule):
-    """Weights min(w, c1) min(p_proximal / p_target, c2) of the accepted tokens (Jackpot Eq. 5).
+    """Weighs accepted tokens with min(w, c1) min(p_proximal / p_target, c2) (Jackpot Eq. 5).
 
-    kappa: calibration of the normalisers in the next batch, measured on the last one.
+    kappa: calibration factor of the normalisers in the next batch, measured on the last batch.
     """
 
     counts_masked = False  # reported as obrs_acceptance
@@ -91,7 +91,7 @@ class Obrs(CorrectionRule):
         )
         outcome = accept_and_weigh(tokens, settings)
 
-        # PPO's ratio is measured from the proximal policy: the second factor leads from the target to it.
+        # PPO's ratio is relative to the proximal policy, so the second factor converts target to proximal.
         to_proximal = (proximal - target).exp().clamp(max=settings.c2)
         to_target = outcome.weights.clamp(max=settings.c1) if self.reweights else 1.0
         flat = to_target * to_proximal
@@ -102,7 +102,7 @@ class Obrs(CorrectionRule):
         return TokenWeights(weights=weights, mask=accepted, metrics=_metrics(tokens, outcome, settings))
 
     def observe(self, metrics: Mapping[str, Value]) -> None:
-        """Calibrate the next batch; kappa stays where no token was sampled or accepted."""
+        """Set kappa for the next batch; do not change it if no token was sampled or accepted."""
         if _KAPPA in metrics:
             self.kappa = metrics[_KAPPA].value() or self.kappa
 
@@ -114,7 +114,7 @@ class Obrs(CorrectionRule):
 
 
 class ObrsMask(Obrs):
-    """OBRS without its weights: the mean of f over accepted tokens is that of q', not of p.
+    """OBRS without its weights: the mean of f over accepted tokens is the mean under q', not under p.
 
         E_q[a f] = Z E_q'[f]
 
@@ -125,9 +125,9 @@ class ObrsMask(Obrs):
 
 
 class ObrsWeight(Obrs):
-    """The weights of OBRS on all tokens, also those that it would reject: E_q[w f], w = Z max(lam, p / q).
+    """Weighs all tokens as OBRS does, and rejects none: E_q[w f] with w = Z max(lam, p / q).
 
-    An ablation. Where p / q is below lam, w is Z lam: a bound from below instead of a rejection.
+    An ablation. If p / q is below lam, w is Z lam: the token has this minimal weight instead of a rejection.
     """
 
     rejects = False
@@ -136,7 +136,7 @@ class ObrsWeight(Obrs):
 def acceptance(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> torch.Tensor:
     """Compute a = min(1, p / (lam q)) of sampled tokens (Jackpot Eq. 3).
 
-    target, rollout: [...] logprobs, nats; rollout finite, since the token was sampled. Returns [...].
+    target, rollout: [...] logprobs in nats; rollout is finite because the token was sampled. Returns [...].
 
     >>> acceptance(torch.tensor([0.1, 0.4]).log(), torch.tensor([0.2, 0.2]).log(), lam=1.0)
     tensor([0.5000, 1.0000])
@@ -145,9 +145,9 @@ def acceptance(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> torch
 
 
 def kept_logprobs(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> torch.Tensor:
-    """Compute log q' of q' = min(q, p / lam) / Z over the whole vocabulary (Jackpot Eq. 4).
+    """Compute log q' for q' = min(q, p / lam) / Z over the full vocabulary (Jackpot Eq. 4).
 
-    target, rollout: [..., V] logprobs, with a token in common. Returns [..., V].
+    target, rollout: [..., V] logprobs; at least one token is possible under both. Returns [..., V].
 
     >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.8, 0.2]).log()
     >>> kept_logprobs(p, q, lam=1.0).exp()
@@ -159,13 +159,13 @@ def kept_logprobs(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> to
 def normalizer_bounds(
     target: torch.Tensor, rollout: torch.Tensor, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bound Z by K candidate tokens: their sum, and that plus all the other tokens can contribute.
+    """Bound Z from K candidate tokens: the sum over them, and this plus the most that others can add.
 
         lower = sum_K min(q, p / lam)                                  the paper's Z_approx
         upper = 1 - sum_K (q - p / lam)^+ - (q_tail - p_tail / lam)^+  = lower + min(q_tail, p_tail / lam)
 
     target, rollout: [..., K] logprobs at the same ids, -inf on both sides for padding. Returns two [...].
-    Over the whole vocabulary both are Z; the second is then the more accurate (1 for p = q, lam = 1).
+    Over the full vocabulary both are Z, and `upper` is more accurate (1 for p = q, lam = 1).
 
     >>> p, q = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.6, 0.3]).log()
     >>> [round(z.item(), 6) for z in normalizer_bounds(p, q, lam=1.0)]
@@ -181,7 +181,7 @@ def normalizer_bounds(
 def reweight(target: torch.Tensor, rollout: torch.Tensor, *, z: torch.Tensor, lam: float) -> torch.Tensor:
     """Compute w = Z max(lam, p / q) of accepted tokens, which is p / q' (Jackpot Algorithm 1, line 23).
 
-    target, rollout: [...] logprobs of the tokens; z: [...] of their positions. Returns [...].
+    target, rollout: [...] logprobs of the tokens. z: [...] Z of each token's position. Returns [...].
 
     >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.8, 0.2]).log()
     >>> reweight(p, q, z=torch.tensor(0.7), lam=1.0)
@@ -191,9 +191,9 @@ def reweight(target: torch.Tensor, rollout: torch.Tensor, *, z: torch.Tensor, la
 
 
 def kl(target: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Compute KL(p || other) in nats, exactly; inf where `other` lacks a token of p.
+    """Compute the exact KL(p || other) in nats; inf if a token is possible under p but not under `other`.
 
-    target, other: [..., V] logprobs, which unlike probabilities do not vanish in the tail. Returns [...].
+    target, other: [..., V] logprobs; unlike probabilities they do not underflow in the tail. Returns [...].
     """
     p = target.exp()
     return torch.where(p > 0, p * (target - other), 0.0).sum(-1)
@@ -202,8 +202,8 @@ def kl(target: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def token_uniforms(seed: int, trajectory_id: str, tokens: int) -> np.ndarray:
     """Generate the uniforms that accept or reject a trajectory's tokens: [tokens] float32 in [0, 1).
 
-    They depend only on seed, trajectory and position: neither the batch nor the rank that trains a token
-    changes its acceptance, and a resumed run repeats it.
+    They depend only on seed, trajectory and position, so a token's acceptance does not depend on its batch or
+    rank, and a resumed run repeats it.
 
     >>> bool((token_uniforms(7, "g0/1", 3) == token_uniforms(7, "g0/1", 9)[:3]).all())
     True
@@ -216,11 +216,12 @@ def token_uniforms(seed: int, trajectory_id: str, tokens: int) -> np.ndarray:
 class ObrsInputs:
     """The P sampled tokens of a micro-batch and their candidates, without gradients.
 
-    target, rollout: [P] float32 logprobs of the sampled tokens; P runs over the ones of the mask, row by row.
-    uniforms: [P] float32 in [0, 1). rollout_top, target_top: [P, K] float32 logprobs that the rollout and the
-        target policy assign to the same candidates, -inf on both sides for padding: the rollout's top-k, or
-        its full vocabulary for the exact normaliser. kappa: calibration measured on the previous batch, 1.0
-        in the first.
+    target, rollout: [P] float32 logprobs of the sampled tokens, in the order of the mask's ones, row by row.
+    uniforms: [P] float32 in [0, 1).
+    rollout_top, target_top: [P, K] float32 logprobs of the same candidates under the rollout and the target
+        policy; both are -inf for padding. Candidates are the rollout's top-k, or the full vocabulary for the
+        exact normaliser.
+    kappa: calibration factor measured on the previous batch; 1.0 in the first batch.
     """
 
     target: torch.Tensor
@@ -235,8 +236,8 @@ class ObrsInputs:
 class ObrsOutcome:
     """Acceptance and weight of each of P sampled tokens.
 
-    accept_prob: a. accepted: bool. estimate: Z before calibration. z: Z as used. weights: w before
-    truncation, of rejected tokens too. exact: Z from the full vocabulary, None with top-k candidates.
+    accept_prob: a. accepted: bool. estimate: Z before calibration. z: Z after calibration. weights: w before
+    truncation, also for rejected tokens. exact: Z from the full vocabulary, None with top-k candidates.
     """
 
     accept_prob: torch.Tensor
@@ -248,11 +249,11 @@ class ObrsOutcome:
 
 
 def accept_and_weigh(inputs: ObrsInputs, config: ObrsConfig) -> ObrsOutcome:
-    """Accept or reject the P sampled tokens and weigh them. Raises ValueError where sizes differ."""
+    """Accept or reject the P sampled tokens and weigh them. Raises ValueError if sizes do not match."""
     _check_sizes(inputs)
     accept_prob = acceptance(inputs.target, inputs.rollout, config.lam)
 
-    # The top-k estimate is also computed with an exact normaliser, so that metrics can compare the two.
+    # With an exact normaliser the top-k estimate is computed too, so that metrics can compare the two.
     exact, top = None, (inputs.target_top, inputs.rollout_top)
     if config.normalizer is ObrsNormalizer.EXACT:
         exact = normalizer_bounds(*top, config.lam)[1]
@@ -280,7 +281,7 @@ def kl_estimates(inputs: ObrsInputs, outcome: ObrsOutcome) -> tuple[float, float
 
         before = r log r - r + 1      after = (a / Z) (w log w - w + 1) = r log w - r + a / Z      r = p / q
 
-    Their means over x ~ q are the two divergences (E_q[r] = 1, a w = Z r), and neither is ever negative.
+    The means over x ~ q equal the two divergences (because E_q[r] = 1 and a w = Z r); no term is negative.
     """
     ratio = _ratio(inputs.target, inputs.rollout)
     before = ratio * ratio.log() - ratio + 1
@@ -312,7 +313,7 @@ def _metrics(inputs: ObrsInputs, outcome: ObrsOutcome, settings: ObrsConfig) -> 
         before, after = kl_exact(inputs, settings.lam)
         z_sum = total(outcome.exact)
 
-    # E_q[a] = Z: either measure of the acceptance rate calibrates the estimate of the next batch.
+    # E_q[a] = Z, so either measure of the acceptance rate can calibrate the estimate of the next batch.
     rate = accepted if settings.calibration is ObrsCalibration.ACCEPTED else expected
     truncated = total(outcome.accepted & (outcome.weights > settings.c1))
 
@@ -333,7 +334,7 @@ def _ratio(target: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
 
 
 def _restricted(target: torch.Tensor, rollout: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the candidates that an engine would have sent: the rollout's most likely ones."""
+    """Select the candidates that an engine would have sent: the `count` most likely under the rollout."""
     best, ids = rollout.topk(min(count, rollout.shape[-1]), -1)
     return target.gather(-1, ids), best
 

@@ -1,17 +1,17 @@
-"""The loss of one micro-batch: verl's policy loss, plus entropy bonus and KL penalty where configured.
+"""The loss of one micro-batch: verl's policy loss, plus entropy bonus and KL penalty if configured.
 
-Owns how the terms are combined and normalised; every term is verl's. The loss is divided by the totals
+Owns how the terms are combined and normalised; verl computes every term. The loss is divided by the totals
 of the global batch (all ranks, all micro-batches of one optimizer step), so it does not depend on how
-the batch was cut. Bebop Eq. 3 (GRPO) averages within each answer first, `algo.loss_agg=seq-mean-token-mean`;
+the batch was cut. Bebop Eq. 3 (GRPO) averages within each answer first (`algo.loss_agg=seq-mean-token-mean`);
 the default here is the mean over all tokens.
 
-Which "old" logprobs. PPO's ratio compares with the policy at the start of the batch. With one optimizer step
-per batch that policy is the current one: the old logprobs are the current ones, detached. No extra forward
-pass is made, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs, minibatches) a
-pass before the first step computes them. `algo.proximal` chooses another policy: always the current one,
-whose ratio is never clipped, or the one that sampled. The mismatch of trainer and rollout policy (staleness,
-precision) is handled by `correction`, not by this ratio: its weights multiply the loss of each token, and a
-token that it masks leaves every term.
+Which "old" logprobs. PPO's ratio is relative to the policy at the start of the batch. With one optimizer step
+per batch, this is the current policy, so the old logprobs are the current logprobs, detached. This needs no
+extra forward pass, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs,
+minibatches), a pass before the first step computes the old logprobs. `algo.proximal` selects another policy:
+always the current one (the ratio is then never clipped), or the policy that sampled. `correction`, not this
+ratio, handles the mismatch of trainer and rollout policy (staleness, precision): its weights multiply the
+loss of each token, and tokens that it masks are left out of every term.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _MOMENT = "_moment/"
 class LossTotals:
     """Totals of the global batch of one optimizer step.
 
-    tokens, sequences: trainable ones. dp_size: data parallel ranks; it cancels the mean over them.
+    tokens, sequences: numbers of trainable tokens and sequences. dp_size: number of data parallel ranks, a
+    factor that cancels the mean over ranks.
     """
 
     tokens: float
@@ -68,9 +69,9 @@ class LossTotals:
 class LossInputs:
     """Tokens of one micro-batch: tensors [B, S] float32, zero where mask is 0.
 
-    logprobs, entropies: of the policy being updated, with the graph. old_logprobs: of the trainer at the
-    start of the batch. rollout_logprobs: of the policy that sampled. reference_logprobs: None without a KL
-    penalty. mask: 1 where a token is trained on.
+    logprobs, entropies: of the policy being updated, with the graph. old_logprobs: of the policy at the start
+    of the batch. rollout_logprobs: of the policy that sampled. reference_logprobs: of the reference policy;
+    None without a KL penalty. mask: 1 for tokens that are trained on.
     """
 
     logprobs: torch.Tensor
@@ -92,12 +93,12 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, dict[str, Value]]:
     """Compute the loss of one micro-batch, a scalar, and its metrics.
 
-    The gradients of all micro-batches add up to that of the batch. rule, extras: as `correct` takes them.
+    The sum of the gradients of all micro-batches is the gradient of the batch. rule, extras: as in `correct`.
     """
     logprobs, mask = inputs.logprobs, inputs.mask
     tokens = mask.sum().item()
 
-    # An empty micro-batch keeps this rank in step with the others.
+    # Return a zero loss for an empty micro-batch, which this rank needs to stay in step with the others.
     if tokens == 0:
         return (logprobs * mask).sum(), {"perf/train_tokens": Sum(0)}
 
@@ -116,7 +117,7 @@ def micro_batch_loss(
     metrics["perf/train_tokens"] = Sum(tokens)
     metrics["actor/entropy"] = Mean((inputs.entropies.detach() * mask).sum().item(), tokens)
 
-    # verl averages its metrics over the accepted tokens: there must be one.
+    # verl averages its metrics over the accepted tokens, so there must be at least one.
     if not corrected.mask.any():
         return (logprobs * corrected.mask).sum(), metrics
 
@@ -171,7 +172,7 @@ def _user_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Call a user's loss; return the aggregated loss, and its metrics under `actor/user/`.
 
-    Raises ValueError for a result other than losses of tokens or an aggregated loss.
+    Raises ValueError if the result is neither per-token losses nor an aggregated loss.
     """
     import torch
 
@@ -181,7 +182,7 @@ def _user_loss(
     returned = function(**chosen)
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
 
-    # An aggregated loss is verl's form, which applies the correction's weights itself.
+    # An aggregated loss is in verl's form: the user's function has already applied the correction's weights.
     if isinstance(loss, torch.Tensor) and not loss.shape:
         if weights is not None and "rollout_is_weights" not in chosen:
             raise ValueError(
@@ -211,7 +212,7 @@ def _rehearse(config: AlgoConfig) -> None:
     where = f"{POLICY_LOSS}={config.policy_loss!r}"
     losses = []
 
-    # The same tokens in a batch of their own, and in one that is twice as large.
+    # Compare the loss of the same tokens in a batch of only these, and in a batch of twice the size.
     for factor in (1, 2):
         logprobs = (old + 0.05 * mask).requires_grad_()
         totals = LossTotals(tokens=8.0 * factor, sequences=4.0 * factor, dp_size=1).for_verl(config)
@@ -254,16 +255,16 @@ def _rehearse(config: AlgoConfig) -> None:
 def distillation_loss(
     divergence: torch.Tensor, mask: torch.Tensor, *, totals: LossTotals, config: AlgoConfig
 ) -> tuple[torch.Tensor, Value]:
-    """Aggregate divergences of tokens [B, S] to a loss as the policy's are (Jackpot Eq. 7: their mean).
+    """Aggregate token divergences [B, S] to a loss, in the same way as the policy loss (Jackpot Eq. 7: mean).
 
-    Returns it and, for its metric, this micro-batch's share (see `_share`).
+    Returns the loss and, for its metric, this micro-batch's share (see `_share`).
     """
     loss = verl_door.agg_loss(divergence, mask, config.loss_agg.value, **totals.for_verl(config))
     return loss, _share(loss, totals)
 
 
 def optimizer_step_count(config: AlgoConfig) -> dict[str, Value]:
-    """Count one optimizer step in the metrics whose micro-batches report shares (see `_share`)."""
+    """Return a count of one optimizer step for each metric that micro-batches report as shares (`_share`)."""
     names = ["actor/pg_loss"] + ["actor/kl_loss"] * bool(config.kl_coef)
     return {name: Mean(0.0, 1.0) for name in names}
 
@@ -286,15 +287,15 @@ def finish(metrics: dict[str, Value]) -> dict[str, Value]:
 
 
 def _share(loss: torch.Tensor, totals: LossTotals) -> Mean:
-    """Return a micro-batch's share of a loss that is summed over micro-batches and averaged over steps.
+    """Return a micro-batch's share of a loss metric, which sums over micro-batches and averages over steps.
 
-    Its count is 0, because `optimizer_step_count` counts each step once.
+    The count of a share is 0, because `optimizer_step_count` counts each step once.
     """
     return Mean(loss.item() / totals.dp_size, 0.0)
 
 
 def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, Value]:
-    """Compare the probabilities of the sampled tokens; `finish` makes a correlation of the moments."""
+    """Compare the probabilities of the sampled tokens; `finish` computes a correlation from the moments."""
     sampled = mask.bool()
     x, y = rollout[sampled].double().exp(), trainer[sampled].double().exp()
     n, gap = len(x), (x - y).abs()

@@ -1,7 +1,7 @@
 """The contract of a correction of off-policy tokens: the data it needs, its weights, its state.
 
-One class per correction, in one file: `obrs` is one, a user's another. The worker, the packing, the passes
-and the checkpoint use the contract and know no correction by name.
+Each correction is one class in one file, such as `obrs` or a user's file. Worker, packing, passes and
+checkpoint use only the contract, and do not depend on any particular correction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from rlpipe.types import Trajectory
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TokenExtras:
-    """The data that a rule declared, at the P tokens where the mask is 1, row by row, without gradients.
+    """The data that a rule declared, for the P tokens where the mask is 1, row by row, without gradients.
 
-    columns: [P] float32 by name. rollout_top, target_top: [P, K] float32 logprobs that the rollout and the
-        target policy assign to the same candidates, -inf on both sides for padding.
+    columns: [P] float32 by name.
+    rollout_top, target_top: [P, K] float32 logprobs of the same candidates under the rollout and the target
+        policy; both are -inf for padding.
     """
 
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -33,12 +34,12 @@ class TokenExtras:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CorrectionInputs:
-    """One micro-batch, everything [B, S] float32, detached, 0 where mask is 0.
+    """One micro-batch. All tensors are [B, S] float32, detached, and 0 where mask is 0.
 
     trainer_logprobs: of the proximal policy. rollout_logprobs: of the policy that sampled.
-    current_logprobs: of the policy being updated. mask: 1 where a token is trained on.
+    current_logprobs: of the policy being updated. mask: 1 for tokens that are trained on.
     threshold, low: `algo.correction_threshold` and `algo.correction_low`; a rule may ignore them.
-    extras: the further data that the rule declared.
+    extras: further data that the rule declared.
     """
 
     trainer_logprobs: torch.Tensor
@@ -59,8 +60,10 @@ class CorrectionInputs:
 class TokenWeights:
     """The result of a rule.
 
-    weights: [B, S], factors of the loss of each token, None for ones. mask: [B, S], the accepted tokens, a
-    subset of `inputs.mask`; the others leave the loss and still count where it is normalised.
+    weights: [B, S], factor of each token's loss; None: all ones.
+    mask: [B, S], the accepted tokens, a subset of `inputs.mask`. The other tokens are left out of the loss,
+    but
+        still count in its normalisation.
     metrics: by name, logged as `rollout_corr/NAME`; a number is a mean over the accepted tokens.
     """
 
@@ -70,10 +73,13 @@ class TokenWeights:
 
 
 class CorrectionRule:
-    """A correction; a subclass overrides `weigh` and the declarations it needs.
+    """Base class of corrections; a subclass overrides `weigh` and the declarations it needs.
 
-    target_at_start: whether the candidates are scored by the policy at the start of the batch, not by the
-        current one. counts_masked: whether the tokens it rejects are reported with those of `algo.mask`.
+    target_at_start: whether the policy at the start of the batch scores the candidates, instead of the
+    current
+        policy.
+    counts_masked: whether the metrics count rejected tokens together with the tokens that `algo.mask`
+    rejects.
     """
 
     target_at_start = False
@@ -88,11 +94,11 @@ class CorrectionRule:
 
     @property
     def needs_candidates(self) -> bool:
-        """Whether the rule reads the logprobs of candidate tokens."""
+        """Whether the rule reads logprobs of candidate tokens."""
         return self.top_logprobs(1) > 0
 
     def columns(self, trajectory: Trajectory, seed: int) -> dict[str, np.ndarray]:
-        """Compute further numbers for each token, float32, parallel to token_ids; seed: the run's."""
+        """Compute further data per token: float32 arrays parallel to token_ids. seed: the run's seed."""
         return {}
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
@@ -110,11 +116,11 @@ class CorrectionRule:
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, Value]) -> None:
-        """Learn from the metrics of a batch, reduced over all ranks and under their full names."""
+        """Update the state from the metrics of a batch, reduced over all ranks, by their full names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the trainer's checkpoint saves, the same on every rank."""
+        """Return the state that the trainer's checkpoint saves; it is the same on every rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; empty when the checkpoint was written with another correction."""
+        """Restore a saved state; it is empty if the checkpoint was written with another correction."""

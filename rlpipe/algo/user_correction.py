@@ -1,4 +1,4 @@
-"""A correction that lives outside the package: loaded, called, and held to the contract of `rule`.
+"""Loads and calls a user's correction, and checks that it follows the contract of `rule`.
 
 `algo.user_correction` names a function
 
@@ -43,8 +43,8 @@ class UserCorrection(CorrectionRule):
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
         """Compute weights and accepted tokens, and check them.
 
-        Raises ValueError when they break the contract: another type or shape, a graph, a weight that is
-        negative or not finite, an accepted token that inputs.mask leaves out.
+        Raises ValueError when they break the contract: a wrong type or shape, a graph, a weight that is
+        negative or not finite, or an accepted token that is not in inputs.mask.
         """
         result, mask = self._rule.weigh(inputs), inputs.mask
 
@@ -84,7 +84,7 @@ class UserCorrection(CorrectionRule):
 
 
 class _Function(CorrectionRule):
-    """Adapts a function from the logprobs of a micro-batch to weights."""
+    """Wraps a function that computes weights from the logprobs of a micro-batch."""
 
     def __init__(self, config: AlgoConfig, function: Callable[[CorrectionInputs], TokenWeights]) -> None:
         super().__init__(config)

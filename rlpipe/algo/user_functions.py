@@ -1,11 +1,11 @@
-"""Advantages and policy losses of a user, named by `module:function` or `path/to/file.py:function`.
+"""A user's advantages and policy losses, named `module:function` or `path/to/file.py:function`.
 
     advantage(token_level_rewards, response_mask, index)                        -> advantages [B, S]
     policy_loss(old_log_prob, log_prob, advantages, response_mask, ...)         -> losses [B, S]
 
-Both have verl's signatures and receive those of the arguments that they name. They may return the same values
-as verl's: a pair of advantages and returns, or of the aggregated loss and metrics. Owns loading them, their
-arguments, and the checks of their results; a user's correction is in `user_correction`.
+Both have verl's signatures, and receive only the arguments that they name. They may also return the same
+values as verl's functions: advantages and returns, or aggregated loss and metrics. Owns their loading, their
+arguments, and the checks of their results; `user_correction` does the same for a user's correction.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ARGUMENTS = {
 
 @functools.cache
 def user_function(setting: str, name: str) -> Callable[..., Any]:
-    """Return the function that a setting names, the same one until `reload`.
+    """Return the function that a setting names; it is loaded only once until `reload`.
 
-    Raises ValueError when it cannot be imported, or needs an argument that it does not get.
+    Raises ValueError when it cannot be imported, or requires an argument that is not available.
     """
     function = load_function(name, setting=setting, takes=", ".join(ARGUMENTS[setting]))
     if missing := sorted(required_arguments(function) - set(ARGUMENTS[setting])):
@@ -61,7 +61,7 @@ def required_arguments(function: Callable[..., Any]) -> set[str]:
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a function takes by name."""
+    """Return the arguments that a function takes by name."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)
@@ -69,7 +69,7 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
 
 
 def check_grid(setting: str, name: str, value: object, mask: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has the shape of the mask and is finite where it is 1. Raises ValueError."""
+    """Return `value`. Raises ValueError unless its shape is the mask's and it is finite where the mask is 1."""
     import torch
 
     where = f"{setting}={name!r} returned"
@@ -88,7 +88,7 @@ def check_grid(setting: str, name: str, value: object, mask: torch.Tensor) -> to
 
 
 def rehearsed(setting: str, name: str, call: Callable[[], Any]) -> Any:
-    """Return what a call of the user's function on a tiny batch returns. Raises ValueError with the line."""
+    """Return the result of `call`, which calls a user's function on a tiny batch. Raises ValueError."""
     try:
         return call()
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The one module that imports verl, and does so on first use (the import takes 4 to 8 seconds).
+"""The only module that imports verl; it does so on first use, because the import takes 4 to 8 seconds.
 
-Owns finding verl's functions by name and building the `ActorConfig` its losses read. A contract test
-covers every symbol used here.
+Owns the lookup of verl's functions by name, and building the `ActorConfig` that verl's losses read. A
+contract test covers every symbol used here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def core_algos() -> ModuleType:
-    """Return verl's module of algorithms: registries of advantages and losses, `agg_loss`, `kl_penalty`."""
+    """Return verl's algorithm module with registries of advantages and losses, `agg_loss`, `kl_penalty`."""
     from verl.trainer.ppo import core_algos as module
 
     return module
@@ -28,7 +28,7 @@ def core_algos() -> ModuleType:
 def advantage_estimator(name: str) -> Callable[..., Any]:
     """Return a registered advantage estimator.
 
-    Raises ValueError with the registered names for an unknown one.
+    Raises ValueError with the registered names if the name is unknown.
     """
     registry = core_algos().ADV_ESTIMATOR_REGISTRY
     _require("algo.advantage", name, registry)
@@ -38,7 +38,7 @@ def advantage_estimator(name: str) -> Callable[..., Any]:
 def policy_loss(name: str) -> Callable[..., Any]:
     """Return a registered policy loss.
 
-    Raises ValueError with the registered names for an unknown one.
+    Raises ValueError with the registered names if the name is unknown.
     """
     registry = core_algos().POLICY_LOSS_REGISTRY
     _require("algo.policy_loss", name, registry)
@@ -63,7 +63,7 @@ def rollout_correction(**arguments: Any) -> tuple[Any, torch.Tensor, dict[str, f
 
 
 def actor_config(config: AlgoConfig, totals: dict[str, float | None]) -> Any:
-    """Build verl's `ActorConfig` from settings; `totals` normalise the loss over the global batch."""
+    """Build verl's `ActorConfig` from settings. totals: normalise the loss over the global batch."""
     from verl.workers.config import ActorConfig
 
     return ActorConfig(
