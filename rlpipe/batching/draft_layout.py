@@ -1,15 +1,16 @@
-"""The layout of a micro-batch for the draft: anchors that siblings share run once, turns are scored in rows.
+"""The layout of a micro-batch for the draft: shared anchors of siblings run once; each turn is a loss row.
 
-Owns the layout; runs nothing. numpy only.
+Owns the layout; runs no model. numpy only.
 
-At depth k the anchor at t reads token t + k, so siblings share an anchor only if they agree on K further
-tokens: a branch of the draft begins K tokens before that of the backbone; contexts are cut in the same way.
+At depth k, the anchor at t reads token t + k. So siblings share an anchor only if their next K tokens are
+equal: a branch of the draft begins K tokens before the branch of the backbone. Contexts are cut in the same
+way.
 
     backbone    p p p p a a a | b b         K = 2: the anchors of the last two p's read a's or b's
     draft       p p p p a a a | p p b b     the second branch starts from the hidden states of those p's
 
-The hidden states are gathered from the backbone's own pass. A loss row is a turn: the token before it, which
-is the anchor of its first verify step, and its tokens. So prompts and tool output cost no logits.
+The hidden states are gathered from the backbone's forward pass. A loss row is one turn: the token before the
+turn (the anchor of its first verify step), and the turn's tokens. So prompts and tool output need no logits.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from rlpipe.batching.micro_batch import Branch, MicroBatch, Path, first_tokens
 
 @dataclass(slots=True, kw_only=True)
 class DraftBatch:
-    """M anchors the draft runs over, and R turns of at most L tokens it is scored on.
+    """M anchors that the draft reads, and R turns of at most L tokens on which the loss is computed.
 
-    places: [M] index of each anchor in the micro-batch's tokens. positions: [M] in its trajectory.
-    following: [K, M] tokens read at depths 1..K, 0 past the end. branches: cut M without a gap.
-    owners: [R] the micro-batch's row that each turn belongs to.
-    tokens: [R, L] the token before a turn, then the turn, padded. sampled: [R, L] bool, the turn's.
-    anchors: [R, L] index into M of each token, backbone: [R, L] its index in the micro-batch's tokens; 0 for
-        the last token of a turn, from which nothing is drafted, and for padding.
+    places: [M] index of each anchor in the micro-batch's tokens. positions: [M] position of each anchor in
+    its
+        trajectory.
+    following: [K, M] tokens read at depths 1..K, 0 past the end. branches: consecutive branches that cover M.
+    owners: [R] the micro-batch's row of each turn.
+    tokens: [R, L] the token before a turn, then the turn, padded. sampled: [R, L] bool, True for the turn's
+        tokens.
+    anchors: [R, L] index of each token among the M anchors. backbone: [R, L] index of each token in the
+        micro-batch's tokens. Both are 0 for padding and for the last token of a turn, which is no anchor.
     """
 
     places: np.ndarray
@@ -46,19 +50,20 @@ class DraftBatch:
 
 
 def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch | None:
-    """Lay out a micro-batch for the draft; None when no turn has a drafted token (two tokens or more).
+    """Lay out a micro-batch for the draft; return None if every turn has fewer than two tokens (no drafts).
 
     Args:
-        micro_batch: as the backbone runs it.
-        depths: K, tokens that the draft reads after an anchor.
-        multiple: the number of anchors is padded to a multiple of it, with a branch that no token attends to.
+        micro_batch: the layout for the backbone.
+        depths: K, number of tokens that the draft reads after an anchor.
+        multiple: the number of anchors is padded to a multiple of this, with a branch to which no token
+        attends.
     """
     starts = np.cumsum([0, *(branch.length for branch in micro_batch.branches)])
     ends = np.cumsum(micro_batch.mask.sum(1).astype(np.int64))
     branches: list[Branch] = []
     places, positions, following, turns = [], [], [], []
-    path: Path = []  # the trajectory at hand, as spans of branches
-    # Indices of its tokens: those of the previous trajectory in the micro-batch, and among the anchors.
+    path: Path = []  # the current trajectory, as spans of branches
+    # Indices of the previous trajectory's tokens, in the micro-batch and among the anchors.
     previous = anchor_ids = np.zeros(0, dtype=np.int64)
     used = 0
 
@@ -72,7 +77,7 @@ def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> Draf
         shared = _common_anchors(previous, token_ids, depths)
         fresh = len(token_ids) - shared
 
-        # Anchors that an earlier trajectory has are read there; the others become a branch.
+        # Anchors of an earlier trajectory are used again; the others become a branch.
         path, previous = first_tokens(path, shared), token_ids
         anchor_ids = np.concatenate([anchor_ids[:shared], np.arange(used, used + fresh)])
         if fresh:
@@ -83,7 +88,7 @@ def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> Draf
         following.append(_ahead(tokens, depths)[:, shared:-1])
         used += fresh
 
-        # A gap between sampled tokens is tool output, which ends a turn. A turn of one token drafts nothing.
+        # A gap between sampled tokens is tool output, which ends a turn. A turn of one token has no drafts.
         for turn in np.split(sampled, np.flatnonzero(np.diff(sampled) > 1) + 1):
             if len(turn) > 1:
                 span = slice(turn[0] - 1, turn[-1] + 1)
@@ -131,7 +136,7 @@ def tokens_up_to(branches: list[Branch], starts: np.ndarray, last: int) -> np.nd
 def _common_anchors(previous: np.ndarray, token_ids: np.ndarray, depths: int) -> int:
     """Count the anchors of the previous trajectory that a trajectory shares.
 
-    Both are indices into the micro-batch's tokens.
+    Both arguments are indices into the micro-batch's tokens.
     """
     n = min(len(previous), len(token_ids))
     different = np.flatnonzero(previous[:n] != token_ids[:n])
@@ -141,7 +146,7 @@ def _common_anchors(previous: np.ndarray, token_ids: np.ndarray, depths: int) ->
 
 
 def _ahead(tokens: np.ndarray, depths: int) -> np.ndarray:
-    """Return [depths, T]: the token k + 1 further on, 0 past the end."""
+    """Return [depths, T]: row k has, for each token, the token k + 1 positions later, 0 past the end."""
     padded = np.append(tokens, np.zeros(depths, dtype=tokens.dtype))
     return np.lib.stride_tricks.sliding_window_view(padded, len(tokens))[1 : depths + 1]
 

@@ -1,6 +1,6 @@
 """The layout of trajectories in one flat micro-batch: its tokens, their predecessors, and their predictions.
 
-Owns the filling of `rlpipe.batching.micro_batch.MicroBatch`; `packing` decides its trajectories.
+Owns the filling of `rlpipe.batching.micro_batch.MicroBatch`; `packing` chooses its trajectories.
 numpy only.
 """
 
@@ -17,12 +17,14 @@ from rlpipe.types import Trajectory, unrecorded
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainingData:
-    """The data that micro-batches are filled from; all sequences are parallel to the trajectories.
+    """The data that fills micro-batches; all sequences are parallel to the trajectories.
 
-    advantages: per token. columns: further numbers per token by name, None or empty without. candidates: lay
-    out top_logprobs. routes: lay out the experts that read each token in the rollout, where recorded.
-    origins: for each of them, the trajectory that it is a segment of and its first token there; None where
-    they are the trajectories themselves.
+    advantages: per token.
+    columns: further numbers per token by name; None or empty if there are none.
+    candidates: whether to lay out top_logprobs.
+    routes: whether to lay out the experts that read each token in the rollout, if they are recorded.
+    origins: if the trajectories are segments, for each one the index of its trajectory, and the index of its
+        first token in that trajectory; None if they are full trajectories.
     """
 
     trajectories: Sequence[Trajectory]
@@ -34,7 +36,7 @@ class TrainingData:
 
 
 def by_segment(data: TrainingData) -> TrainingData:
-    """Return the same with each segment as a trajectory (`Trajectory.segment_starts`)."""
+    """Return the same data with each segment as a separate trajectory (`Trajectory.segment_starts`)."""
     if not any(t.segment_starts for t in data.trajectories):
         return data
 
@@ -59,24 +61,24 @@ def lay_out(
     shared: Sequence[int],
     size: int,
 ) -> MicroBatch:
-    """Lay out one trajectory after the other, each as a branch of the prefix it shares with the one before.
+    """Lay out trajectories one after the other, each as a branch from its common prefix with the one before.
 
     Args:
-        data: of all trajectories.
-        rows: [B] indices of those to lay out.
-        inputs: tokens of each of them that are read.
-        shared: how many of these the row before also has (the first entry is ignored).
-        size: tokens to pad the micro-batch to, with a branch that no token attends to.
+        data: the data of all trajectories.
+        rows: [B] indices of the trajectories to lay out.
+        inputs: for each row, the tokens that the model reads.
+        shared: for each row, how many of these tokens the row before also has (the first entry is ignored).
+        size: number of tokens to which the micro-batch is padded, with a branch to which no token attends.
 
     Raises:
-        ValueError: candidates are wanted and a trajectory has no top_logprobs.
+        ValueError: candidates are requested and a trajectory has no top_logprobs.
     """
     trajectories = [data.trajectories[i] for i in rows]
     shared = [0, *shared[1:]]
     branches: list[Branch] = []
     tokens, positions, sources = [], [], []
-    path: Path = []  # the trajectory at hand, as spans of branches
-    token_indices = np.zeros(0, dtype=np.int64)  # of its tokens in the micro-batch
+    path: Path = []  # the current trajectory, as spans of branches
+    token_indices = np.zeros(0, dtype=np.int64)  # indices of its tokens in the micro-batch
     targets = [_sampled(trajectory) for trajectory in trajectories]
     used = 0
 
@@ -88,7 +90,7 @@ def lay_out(
             branches.append(Branch(length=fresh, context=path))
             path = [*path, (len(branches) - 1, fresh)]
 
-        # A sampled token is predicted from the one before it, which may belong to another branch.
+        # A sampled token is predicted at the token before it, which may belong to another branch.
         tokens.append(read[same:])
         positions.append(np.arange(same, len(read)))
         sources.append(token_indices[sampled - 1])
@@ -135,7 +137,7 @@ def lay_out(
 
 
 def empty_micro_batch() -> MicroBatch:
-    """Return one token without a prediction: it keeps a rank without rows in step with the others."""
+    """Return a micro-batch of one token without a prediction; it keeps an idle rank in step with others."""
     no_tokens, token = np.zeros((2, 0), dtype=np.int64), np.zeros((2, 1), dtype=np.int64)
     grids = np.zeros((4, 1, 1), dtype=np.float32)
     return MicroBatch(
@@ -159,7 +161,7 @@ def _routes(
     shared: Sequence[int],
     size: int,
 ) -> np.ndarray | None:
-    """Return the routes of a micro-batch of `size` tokens, None without any record; see `lay_out`."""
+    """Return the routes of a micro-batch of `size` tokens; None if no routes are recorded. See `lay_out`."""
     like = next((routes for routes in recorded if routes is not None), None)
     if like is None:
         return None
@@ -175,7 +177,7 @@ def _routes(
 
 
 def _candidates(trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray]) -> Candidates:
-    """Return the candidates of the sampled tokens `targets` of each trajectory, one after the other."""
+    """Return the candidates of the sampled tokens `targets` of each trajectory, concatenated."""
     candidates: list[list[tuple[int, float]]] = []
     for trajectory, sampled in zip(trajectories, targets, strict=True):
         if trajectory.top_logprobs is None:
@@ -185,7 +187,7 @@ def _candidates(trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray
             )
         candidates += [trajectory.top_logprobs[index] for index in sampled]
 
-    # Tokens may have different numbers of candidates: the rows are padded on the right.
+    # Tokens may have different numbers of candidates, so the rows are padded on the right.
     counts = np.array([len(top) for top in candidates])
     filled = np.arange(counts.max()) < counts[:, None]
     ids, logprobs = np.full(filled.shape, -1), np.full(filled.shape, -np.inf, dtype=np.float32)
@@ -195,5 +197,5 @@ def _candidates(trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray
 
 
 def _sampled(trajectory: Trajectory) -> np.ndarray:
-    """Return the indices of the sampled tokens; the first token of all is never predicted."""
+    """Return the indices of the sampled tokens, without the first token, which is never predicted."""
     return np.flatnonzero(trajectory.loss_mask[1:]) + 1

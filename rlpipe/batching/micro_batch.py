@@ -2,9 +2,10 @@
 
 Owns the format of a micro-batch; `rlpipe.batching.layout` fills it. numpy only; knows no model.
 
-A micro-batch is one flat list of tokens. Trajectories follow one another in it, each as a `Branch`: the
-tokens that it does not share with an earlier one. Its shared tokens are its context, which is read from the
-earlier branches. So a prompt of eight siblings is run forward and backward once, and there is no padding.
+A micro-batch is one flat list of tokens. It has one `Branch` for each trajectory: the tokens that the
+trajectory does not share with an earlier one. The shared tokens are the context of the branch, and are read
+from earlier branches. So the prompt of eight siblings is run forward and backward only once, and there is no
+padding.
 
     tokens      p p p p a a a | b b | a b b          "|" separates branches
     positions   0 1 2 3 4 5 6 | 4 5 | 5 6 7          token 5 of the third trajectory follows p p p p a
@@ -18,15 +19,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-Path = list[tuple[int, int]]  # spans (branch, count): the first `count` tokens of each, joined
+Path = list[tuple[int, int]]  # spans (branch, count): the first `count` tokens of each branch, concatenated
 
 
 @dataclass(slots=True, kw_only=True)
 class Branch:
-    """Consecutive tokens of one trajectory, and the earlier tokens they follow.
+    """Consecutive tokens of one trajectory, and the tokens before them.
 
-    length: number of tokens, at least 1. context: spans of earlier branches in order; their tokens, joined,
-    are the trajectory up to this branch.
+    length: number of tokens, at least 1. context: spans of earlier branches in order. Their concatenated
+    tokens are the trajectory up to this branch.
     """
 
     length: int
@@ -34,7 +35,7 @@ class Branch:
 
     @property
     def shared(self) -> int:
-        """Tokens of the context."""
+        """Number of tokens in the context."""
         return sum(count for _, count in self.context)
 
 
@@ -42,7 +43,7 @@ class Branch:
 class Candidates:
     """The most likely tokens at the positions of P sampled tokens.
 
-    ids: [P, K] int64, -1 is padding. logprobs: [P, K] float32, the rollout's of each, -inf for padding.
+    ids: [P, K] int64, -1 is padding. logprobs: [P, K] float32 under the rollout, -inf for padding.
     """
 
     ids: np.ndarray
@@ -53,18 +54,20 @@ class Candidates:
 class MicroBatch:
     """One forward pass over N tokens that predicts P sampled tokens of B trajectories.
 
-    rows: [B] index of each trajectory in the packed ones (-1: an empty micro-batch's only row). Segments of
-        a trajectory are rows with the same index.
-    tokens: [N] ids read. positions: [N] of each in its trajectory. branches: cut N without a gap.
-    sources: [P] index into tokens of the position that predicts each sampled token (positions shared
-        by siblings occur several times). targets: [P] the sampled tokens.
-    mask: [B, R] 1 for each sampled token, row by row from the left, R the most of any row; in row-major
-        order the ones are the P predictions. indices: [B, R] of the sampled token in its trajectory.
+    rows: [B] index of each trajectory among the packed ones (-1: the only row of an empty micro-batch).
+        Segments of a trajectory are rows with the same index.
+    tokens: [N] ids that the model reads. positions: [N] position of each token in its trajectory.
+    branches: consecutive branches that cover the N tokens.
+    sources: [P] index (in tokens) of the position that predicts each sampled token; positions that siblings
+        share occur several times. targets: [P] the sampled tokens.
+    mask: [B, R] 1 for each sampled token, from the left in each row; R is the maximum of sampled tokens in a
+        row. In row-major order the ones are the P predictions. indices: [B, R] index of the sampled token in
+        its trajectory.
     rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
-    columns: further numbers [P] of the P predictions, by name, and candidates: where the correction needs
-        them.
+    columns: name -> further numbers [P] of the predictions, if the correction needs them.
+    candidates: candidate tokens of the predictions, if the correction needs them.
     routes: [N, layers with experts, experts per token], the experts that read each token in the rollout, as
-        in `types.GenerateResult`; of shared tokens, in the rollout of the first that has them.
+        in `types.GenerateResult`. For shared tokens, the routes of the first trajectory are used.
     """
 
     rows: np.ndarray
@@ -82,7 +85,7 @@ class MicroBatch:
     routes: np.ndarray | None = None
 
     def padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return branches as rows padded on the right, for attention kernels that know rows only.
+        """Return branches as rows padded on the right, for attention kernels that support only rows.
 
         Returns:
             Tokens [branches, S], and `sources` [P] as indices into their flat view.
@@ -100,7 +103,7 @@ class MicroBatch:
 
 
 def first_tokens(path: Path, tokens: int) -> Path:
-    """Return the spans that hold the first `tokens` tokens of a path."""
+    """Return the spans of the first `tokens` tokens of a path."""
     spans = []
     for branch, count in path:
         if tokens <= 0:
@@ -114,11 +117,11 @@ def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray,
     """Return branches as rows padded on the right with 0.
 
     Args:
-        branches: of N tokens in all.
-        values: [N], one per flat token.
+        branches: branches with N tokens in total.
+        values: [N], one value per flat token.
 
     Returns:
-        Rows [branches, S], and [N] the index of each flat token in the rows' flat view.
+        Rows [branches, S], and the index [N] of each flat token in the flat view of the rows.
     """
     lengths = np.array([branch.length for branch in branches])
     filled = np.arange(lengths.max()) < lengths[:, None]
@@ -131,9 +134,11 @@ def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray,
 class MiniBatch:
     """The data of one optimizer step.
 
-    shards: micro-batches by data parallel rank. draft_shards: those of trajectories left out for their zero
-    advantage, from which only the draft learns (none without `draft_learns` of `pack`). tokens, sequences:
-    trainable ones over all ranks, those of trajectories left out included; they normalise the loss.
+    shards: micro-batches by data parallel rank.
+    draft_shards: micro-batches of trajectories that were left out for their zero advantage; only the draft
+        learns from them (none without `draft_learns` of `pack`).
+    tokens, sequences: numbers of trainable tokens and sequences over all ranks, including trajectories that
+        were left out; they normalise the loss.
     """
 
     shards: list[list[MicroBatch]]
@@ -144,12 +149,13 @@ class MiniBatch:
 
 @dataclass(slots=True, kw_only=True)
 class PackedBatch:
-    """A batch ready for the trainer; every rank gets all of it and reads its shard.
+    """A batch ready for the trainer; every rank receives all of it and reads its shard.
 
-    lengths: tokens of every trajectory, packed or not. temperature: the rollout's; logprobs are
-    those of softmax(logits / temperature). skipped: trajectories left out for their zero advantage.
-    shared_tokens: tokens of packed trajectories that are not run because an earlier one has them.
-    padding_tokens: those that pad rows, or micro-batches to a multiple.
+    lengths: number of tokens of every trajectory, packed or not.
+    temperature: of the rollout; logprobs are computed from softmax(logits / temperature).
+    skipped: number of trajectories left out for their zero advantage.
+    shared_tokens: number of tokens that are not run because an earlier trajectory has them.
+    padding_tokens: number of tokens that pad rows, or pad micro-batches to a multiple.
     """
 
     minibatches: list[MiniBatch]

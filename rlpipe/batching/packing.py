@@ -1,14 +1,17 @@
-"""The cut of a batch into flat micro-batches, and the totals that make the loss independent of the cut.
+"""Cuts a batch into flat micro-batches, and counts totals that make the loss independent of the cuts.
 
 Owns the choice of trajectories, their distribution to data parallel ranks and minibatches, and the filling of
-micro-batches under a token budget (their layout: `layout`). numpy only; knows no model and no loss. Flow:
-split trajectories into segments, drop those that cannot be trained on, shuffle into minibatches, sort each
-minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a stretch
-of it, and cut the stretch where the least is shared.
+micro-batches under a token budget; `layout` owns their layout. numpy only; uses no model and no loss. Flow:
+
+1. Split trajectories into segments, and drop those that cannot be trained on.
+2. Shuffle them into minibatches.
+3. Sort each minibatch in lexicographic order of its tokens, so that neighbours share the most tokens.
+4. Give every rank a consecutive stretch of the minibatch.
+5. Cut the stretch into micro-batches where neighbours share the fewest tokens.
 
 Invariants: every trainable token is in exactly one micro-batch of each pass; no micro-batch has more
-tokens than the budget; every rank of a minibatch has the same number of micro-batches (a rank short of
-rows gets empty ones).
+tokens than the budget; every rank of a minibatch has the same number of micro-batches (a rank with too few
+rows gets empty micro-batches).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.types import Trajectory, TrajectoryStatus
 
 PASS_COST = 64  # fixed cost of a forward and backward pass, in tokens
-MULTIPLE = 32  # micro-batches are filled up to a multiple: kernels prepared for one size are used again
+MULTIPLE = 32  # micro-batches are padded to a multiple, so that kernels prepared for a size are used again
 
 
 def pack(
@@ -43,27 +46,30 @@ def pack(
     routes: bool = False,
     seed: int = 0,
 ) -> PackedBatch:
-    """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
+    """Cut trajectories into micro-batches of at most `token_budget` tokens; shared tokens count once.
 
-    Masked trajectories and those without a sampled token are left out. Each segment of a trajectory is a
-    sequence of its own, in the minibatches and in `MiniBatch.sequences`.
+    Masked trajectories and trajectories without a sampled token are left out. Each segment of a trajectory is
+    a separate sequence, in the minibatches and in `MiniBatch.sequences`.
 
     Args:
         trajectories: in any order.
-        advantages: per token, parallel to each trajectory's token_ids (None: all zero, for logprobs only).
-        token_budget: of a micro-batch.
-        dp_size: data parallel ranks.
-        minibatches: optimizer steps of a pass; trajectories are dealt to them at random from `seed`.
-        temperature: the rollout's.
-        skip_zero_advantage: leave out trajectories without a non-zero advantage; they count in the totals.
-        draft_learns: lay those out too, in micro-batches for the draft only (`MiniBatch.draft_shards`).
-        share_prefixes: run common prefixes once; if not, the budget bounds rows padded to the longest (see
-            `MegatronTrainer.shares_prefixes`).
+        advantages: per token, parallel to each trajectory's token_ids (None: all zero, to compute only
+            logprobs).
+        token_budget: maximum number of tokens of a micro-batch.
+        dp_size: number of data parallel ranks.
+        minibatches: number of optimizer steps of a pass; trajectories are assigned to them at random.
+        temperature: of the rollout.
+        skip_zero_advantage: leave out trajectories with only zero advantages; they still count in the totals.
+        draft_learns: lay these out too, in micro-batches that only the draft reads
+        (`MiniBatch.draft_shards`).
+        share_prefixes: run common prefixes only once. If False, the budget limits the tokens of rows padded
+        to
+            the longest row (see `MegatronTrainer.shares_prefixes`).
         columns, candidates, routes: see `TrainingData`.
-        seed: of the minibatches.
+        seed: of the random assignment to minibatches.
 
     Raises:
-        ValueError: one trajectory exceeds the budget, or has no top_logprobs where candidates are wanted.
+        ValueError: a trajectory exceeds the budget, or lacks top_logprobs although candidates are requested.
     """
     lengths = [len(t.token_ids) for t in trajectories]
     batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
@@ -81,7 +87,7 @@ def pack(
     trajectories, advantages = data.trajectories, data.advantages
 
     rows = [i for i, t in enumerate(trajectories) if trainable(t)]
-    # Tokens after the last sampled one are cut off, as no prediction reads them.
+    # Tokens from the last sampled one on are cut off, because no prediction reads them.
     inputs = {i: _inputs(trajectories[i]) for i in rows}
     longest = max(rows, key=lambda i: len(inputs[i]), default=None)
     if longest is not None and len(inputs[longest]) > token_budget:
@@ -101,7 +107,7 @@ def pack(
         cuts = [_cut(line, stretch, token_budget) for stretch in _deal(line, dp_size)]
         shards = [[_fill(data, line, cut, budget=token_budget) for cut in of_rank] for of_rank in cuts]
 
-        # `cost` counts tokens that a pass runs, without those that only fill a micro-batch up.
+        # `cost` counts the tokens that a pass runs, without the padding of micro-batches to a multiple.
         cost, read = sum(line.cost(*cut) for of_rank in cuts for cut in of_rank), sum(map(len, line.inputs))
         laid_out = sum(len(micro_batch.tokens) for shard in shards for micro_batch in shard)
         batch.shared_tokens += 0 if line.padded else read - cost
@@ -131,10 +137,11 @@ def trainable(trajectory: Trajectory) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """Trajectories in the order they are laid out, and the cost of stretches [start, stop) of them.
+    """Trajectories in the order of their layout, and the cost of a stretch [start, stop) of them.
 
-    inputs: tokens of each that are read. shared: how many of them the one before has, too.
-    fresh: [n + 1] sums of the tokens not shared. padded: whether cost is that of padded rows.
+    inputs: for each trajectory, the tokens that the model reads. shared: how many of these tokens the
+    trajectory before also has. fresh: [n + 1] cumulative sums of the tokens that are not shared.
+    padded: whether the cost counts padded rows.
     """
 
     rows: list[int]
@@ -145,11 +152,11 @@ class _Line:
 
     @classmethod
     def from_inputs(cls, rows: list[int], inputs: dict[int, np.ndarray], *, share: bool) -> _Line:
-        """Sort rows so that neighbours share the most tokens, or else pad the least.
+        """Sort rows so that neighbours share the most tokens, or, without `share`, need the least padding.
 
-        The first is lexicographic order of their tokens, the second order of length.
+        With `share` this is the lexicographic order of their tokens, else the order of their lengths.
         """
-        # Big-endian bytes of token ids have the order of the ids, and need no Python number per token.
+        # Big-endian bytes of token ids sort like the ids, and need no Python number per token.
         key = (lambda i: inputs[i].astype(">u4").tobytes()) if share else (lambda i: -len(inputs[i]))
         order = sorted(sorted(rows), key=key)
         tokens = [inputs[i] for i in order]
@@ -161,7 +168,7 @@ class _Line:
         return cls(rows=order, inputs=tokens, shared=shared, fresh=fresh, padded=not share)
 
     def cost(self, start: int, stop: int) -> int:
-        """Return the tokens of one forward pass; it does not fall when a stretch grows."""
+        """Return the number of tokens of one forward pass; a longer stretch never costs less."""
         if start == stop:
             return 0
         if self.padded:
@@ -170,7 +177,7 @@ class _Line:
 
 
 def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
-    """Return one stretch per rank, such that the most expensive one is as cheap as possible."""
+    """Return one stretch per rank, such that the most expensive stretch is as cheap as possible."""
 
     def stretches_within(limit: int) -> list[tuple[int, int]]:
         starts = [0]
@@ -179,7 +186,7 @@ def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
                 starts.append(i)
         return list(pairwise([*starts, len(line.rows)]))
 
-    # The lowest limit under which there are enough ranks, by bisection.
+    # Find by bisection the lowest cost limit that needs at most `ranks` stretches.
     low, high = max(map(len, line.inputs), default=0), line.cost(0, len(line.rows))
     while low < high:
         middle = (low + high) // 2
@@ -190,7 +197,7 @@ def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
 
 
 def _cut(line: _Line, stretch: tuple[int, int], budget: int) -> list[tuple[int, int]]:
-    """Cut a stretch into micro-batches within the budget, at the smallest total cost."""
+    """Cut a stretch into micro-batches within the budget, with the smallest total cost."""
     start, stop = stretch
     best = {start: (0, start)}  # end -> (cost of all up to it, where its last micro-batch starts)
     for j in range(start + 1, stop + 1):
@@ -202,7 +209,7 @@ def _cut(line: _Line, stretch: tuple[int, int], budget: int) -> list[tuple[int, 
             choices.append((best[i][0] + tokens + PASS_COST, i))
         best[j] = min(choices)
 
-    # The cuts, read backwards from the end of the stretch.
+    # Collect the cuts backwards from the end of the stretch.
     cuts = []
     while stop > start:
         cuts.append((best[stop][1], stop))
@@ -219,12 +226,12 @@ def _fill(data: TrainingData, line: _Line, cut: tuple[int, int], *, budget: int)
 
 
 def _inputs(trajectory: Trajectory) -> np.ndarray:
-    """Return the tokens before the last sampled one: those that a forward pass reads."""
+    """Return the tokens that a forward pass reads: all tokens before the last sampled one."""
     return trajectory.token_ids[: np.flatnonzero(trajectory.loss_mask)[-1]]
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens two sequences have in common before the first that differs."""
+    """Return the length of the common prefix of two sequences."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
