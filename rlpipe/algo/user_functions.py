@@ -69,7 +69,7 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
 
 
 def check_grid(setting: str, name: str, value: object, mask: torch.Tensor) -> torch.Tensor:
-    """Return `value`. Raises ValueError unless its shape is the mask's and it is finite where the mask is 1."""
+    """Return `value`. Raises ValueError unless it has the mask's shape and is finite where the mask is 1."""
     import torch
 
     where = f"{setting}={name!r} returned"
