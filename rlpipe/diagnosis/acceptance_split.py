@@ -1,22 +1,23 @@
-"""The change of acceptance since the early phase, split at every step; a run uses only this definition.
+"""Splits the change of acceptance since the early phase into causes, at every step.
 
     total = entropy + mismatch + staleness + contexts          (mean of the last steps - mean of the first)
 
-    entropy    slope (H_late - H_early), H of the sampled tokens
-    mismatch   loss of the draft on the fixed contexts of the probe set: D alpha* - slope D H*
-    staleness  acceptance by the engine minus that by the newest weights, of the same drafts
+    entropy    slope (H_late - H_early), where H is the mean entropy of the sampled tokens
+    mismatch   change of the draft's quality on the fixed contexts of the probe set: D alpha* - slope D H*
+    staleness  acceptance by the engine minus acceptance by the newest weights, for the same drafts
     contexts   the remainder: contexts that are easier or harder to draft for than their entropy predicts
 
 Owns the spans, the parts and their 95% intervals, per depth and overall. The controller emits them with
-every step (`acceptance_split/*`); summary, plots, TensorBoard, W&B, Prometheus and console have these numbers
-and no others. A part that was not measured is absent. Without a probe set `mismatch` is everything except
-entropy and staleness, and there is no `contexts`.
+every step (`acceptance_split/*`). Summary, plots, TensorBoard, W&B, Prometheus and console all show these
+numbers. A part that was not measured is absent. Without a probe set, `mismatch` is the change minus entropy
+and staleness, and there is no `contexts`.
 
-The slope is that of an intervention (`metrics.probe.slope`); else that across the fixed contexts of the first
-probe; else that between the early steps. Where both of the last two exist, a part's interval covers it for
-either.
+The slope is measured by an intervention if there is one (`metrics.probe.slope`). Otherwise it is estimated
+across the fixed contexts of the first probe, and between the early steps. If both estimates exist, the values
+use the first one, and a part's interval covers the results of both.
 
-Flow: values of a step -> `see`, tables of a probe -> `probed`; then `at` or `metrics`. `of_run` replays one.
+Flow: values of a step -> `see`, tables of a probe -> `probed`; then `at` or `metrics`. `of_run` replays a
+run.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from rlpipe.metrics.values import Last, Value
 STEP = "training/global_step"
 LEVEL = 0.95
 EARLY_STEPS = "acceptance_split/early_steps"
-SECOND_ENTROPY = "actor/entropy"  # the trainer's, of the same tokens
+SECOND_ENTROPY = "actor/entropy"  # entropy of the same tokens, measured by the trainer
 MAX_EARLY, MIN_EARLY, MIN_WINDOW = 20, 6, 3
 PARTS = ("total", "entropy", "mismatch", "staleness", "contexts")
 OVERALL = 0  # instead of a depth
-MAX_NOISE = 0.1  # of an entropy against its variation: flattens a slope by one percent
+MAX_NOISE = 0.1  # ratio of an entropy's noise to its variation, which flattens a slope by one percent
 
 
 def early_steps(planned: int) -> int:
-    """Return the steps of the early phase of a run of `planned` steps: a third, within 6 to 20."""
+    """Return the number of early steps in a run of `planned` steps: a third of them, but 6 to 20."""
     return max(MIN_EARLY, min(MAX_EARLY, planned // 3))
 
 
@@ -61,10 +62,10 @@ def early_steps(planned: int) -> int:
 class Split:
     """The change between two spans of steps.
 
-    early, late: first and last step of each. entropy_change: nat.
-    parts: by name of `PARTS`, those that were measured; `total` is the sum of the others.
-    slopes: acceptance per nat, by source; the values of the parts use the first.
-    rests: the change minus the part that a slope attributes to entropy, by slope.
+    early, late: first and last step of each span. entropy_change: nat.
+    parts: the measured parts, by their names in `PARTS`; `total` is the sum of the others.
+    slopes: acceptance per nat, by source; the values of the parts use the first slope.
+    rests: for each slope, the change minus the part that this slope attributes to entropy.
     """
 
     early: tuple[int, int]
@@ -76,17 +77,17 @@ class Split:
 
     @property
     def total(self) -> Interval:
-        """The change of the rate."""
+        """The total change of the acceptance rate."""
         return self.parts["total"]
 
     def causes(self) -> dict[str, Interval]:
-        """Return the parts without their sum."""
+        """Return the parts without `total`."""
         return {name: part for name, part in self.parts.items() if name != "total"}
 
 
 @dataclass(slots=True)
 class _Fixed:
-    """Fixed contexts at one depth. slope: across those of the first probe. changes: since the first."""
+    """Fixed contexts at one depth. slope: across contexts of the first probe. changes: since that probe."""
 
     slope: Interval
     first_step: int
@@ -94,10 +95,10 @@ class _Fixed:
 
 
 class AcceptanceSplit:
-    """Takes the values of a run in order of its steps.
+    """Splits the change from the values of a run, which it receives in order of steps.
 
-    early: steps of the early phase. rule: column of a probe that predicts the engine's acceptance. slope: of
-    an intervention, None if not measured.
+    early: number of early steps. rule: column of a probe that predicts the engine's acceptance. slope:
+    measured by an intervention; None if not measured.
     """
 
     def __init__(self, *, early: int, rule: str, slope: Interval | None = None) -> None:
@@ -111,11 +112,11 @@ class AcceptanceSplit:
 
     @property
     def depths(self) -> list[int]:
-        """OVERALL and the depths that were observed."""
+        """OVERALL and the observed depths."""
         return sorted(self._rows)
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Take the values of a step into account."""
+        """Add the values of a step."""
         step, entropy = record[STEP], record.get(ENTROPY)
         second = _number(record.get(SECOND_ENTROPY))
         if isinstance(entropy, (int, float)):
@@ -123,7 +124,7 @@ class AcceptanceSplit:
                 if name.startswith(RATE) and isinstance(rate, (int, float)):
                     self._rows.setdefault(_depth(name), []).append((step, rate, entropy, second))
 
-        # Depth 1 has separate names, which older runs have too.
+        # Depth 1 has a separate metric name, as in older runs.
         if (stale := record.get("probe/staleness")) is not None:
             self._stale.setdefault(1, []).append((step, stale, _number(record.get("probe/staleness_se"))))
         for name, stale in record.items():
@@ -132,7 +133,7 @@ class AcceptanceSplit:
                 self._stale.setdefault(_depth(name), []).append((step, stale, _number(error)))
 
     def probed(self, step: int, tables: list[ProbeTable]) -> None:
-        """Take the fixed contexts of a probe into account."""
+        """Add the fixed contexts of a probe."""
         if not tables:
             return
         if self._first is None:
@@ -154,7 +155,7 @@ class AcceptanceSplit:
                 fixed.changes.append(decompose_between(before, after, steps=spans, level=LEVEL))
 
     def at(self, depth: int, step: float = float("inf")) -> Split | None:
-        """Split the change up to a step. None in the early phase, and where there is no slope at all."""
+        """Split the change up to a step; return None in the early phase, or if there is no slope."""
         rows = np.array([row for row in self._rows.get(depth, []) if row[0] <= step]).reshape(-1, 4)
         first, late = rows[: self.early], rows[max(self.early, len(rows) - self.window) :]
         if len(first) < self.early or len(late) < MIN_WINDOW:
@@ -167,7 +168,7 @@ class AcceptanceSplit:
         entropy_change = float(late[:, 2].mean() - first[:, 2].mean())
         fixed, stale = self._fixed_change(depth, spans), self._staleness(depth, spans)
 
-        # An interval covers its part for every slope; the values use the first.
+        # The interval of a part covers the results of all slopes; its value uses the first slope.
         by_slope = [_parts(first, late, slope, fixed=fixed, staleness=stale) for slope in slopes.values()]
         parts = {
             name: Interval(
@@ -191,7 +192,7 @@ class AcceptanceSplit:
         )
 
     def metrics(self) -> dict[str, Value]:
-        """Return the split of the newest step, to be emitted with it; {} in the early phase."""
+        """Return the split of the newest step as metrics of this step; {} in the early phase."""
         metrics: dict[str, Value] = {}
         for depth in self.depths:
             if (split := self.at(depth)) is None:
@@ -211,7 +212,7 @@ class AcceptanceSplit:
         return metrics
 
     def standing_staleness(self) -> Interval | None:
-        """Return the mean staleness at depth 1 over all probes, hiding any change; None for fewer than 6."""
+        """Return the mean staleness at depth 1 over all probes; None for fewer than 6 probes."""
         readings = [r for r in self._stale.get(1, []) if isfinite(r[2])]
         return _mean(readings) if len(readings) >= 6 else None
 
@@ -226,7 +227,7 @@ class AcceptanceSplit:
             return {"measured by intervention": self._slope}
 
         slopes = {"within contexts": self._fixed[depth].slope} if depth in self._fixed else {}
-        # The early phase is over, so its slope no longer changes.
+        # The early phase is over, so the slope between its steps no longer changes.
         if depth not in self._between:
             self._between[depth] = _slope_between(first)
         if (between := self._between[depth]) is not None:
@@ -234,7 +235,7 @@ class AcceptanceSplit:
         return {name: slope for name, slope in slopes.items() if isfinite(slope.low + slope.high)}
 
     def _fixed_change(self, depth: int, spans: Sequence[tuple[int, int]]) -> tuple[Interval, float] | None:
-        """Return the changes of acceptance and entropy on fixed contexts; None without a late probe."""
+        """Return the changes of acceptance and entropy on fixed contexts; None if a span has no probe."""
         if depth not in self._fixed:
             return None
         fixed, (early, late) = self._fixed[depth], spans
@@ -248,13 +249,13 @@ class AcceptanceSplit:
         alpha, entropy = (
             float(np.mean([r[k] for r in after]) - np.mean([r[k] for r in before])) for k in (1, 2)
         )
-        # The error is that of the choice of contexts, which is the same in every probe.
+        # The error comes from the choice of contexts, which is the same in every probe.
         last = [c for c in fixed.changes if c.window[0] <= late[1]][-1]
         error = last.total.half_width
         return Interval(alpha, alpha - error, alpha + error), entropy
 
     def _staleness(self, depth: int, spans: Sequence[tuple[int, int]]) -> Interval | None:
-        """Return the change of staleness; None without a reading, with its error, in both spans."""
+        """Return the change of staleness; None unless both spans have a reading with an error."""
         early, late = spans
         readings = [r for r in self._stale.get(depth, []) if isfinite(r[2])]
         before, after = [r for r in readings if r[0] <= early[1]], _late(readings, early, late)
@@ -262,7 +263,7 @@ class AcceptanceSplit:
 
 
 def of_run(run: RunData) -> AcceptanceSplit:
-    """Replay a run: the numbers are those that it emitted."""
+    """Replay a run; the result has the same numbers as the run emitted."""
     recorded = run.series(EARLY_STEPS)[1]
     slope = ((run.settings.get("metrics") or {}).get("probe") or {}).get("slope")
     split = AcceptanceSplit(
@@ -278,11 +279,11 @@ def of_run(run: RunData) -> AcceptanceSplit:
 
 
 def _slope_between(first: np.ndarray) -> Interval | None:
-    """Return the slope between the early steps; None where it has no bounds.
+    """Return the slope between the early steps; None if its interval is unbounded.
 
-    Noise in the entropy would flatten the slope, so a second measurement of it is the instrument. If that
-    gives no bounds, a robust slope on the first one is used, unless the two differ so much that noise has
-    flattened it.
+    Noise in the entropy would flatten the slope, so a second measurement of the entropy is the instrument. If
+    the result is unbounded, a robust slope on the first measurement is used, unless the two measurements
+    differ so much that noise would flatten this slope.
     """
     rate, entropy, second = first[:, 1], first[:, 2], first[:, 3]
     if np.isfinite(second).all():
@@ -306,7 +307,7 @@ def _parts(
     fixed: tuple[Interval, float] | None,
     staleness: Interval | None,
 ) -> dict[str, Interval]:
-    """Return the parts along one slope. fixed: changes of acceptance and entropy on fixed contexts."""
+    """Return the parts for one slope. fixed: changes of acceptance and entropy on fixed contexts."""
     entropy_change = float(late[:, 2].mean() - first[:, 2].mean())
     rest = _change(first, late, slope.value)
     parts = {"entropy": slope.times(entropy_change)}
@@ -318,7 +319,7 @@ def _parts(
         parts["mismatch"] = change - slope.times(fixed_entropy)
         entropy_change -= fixed_entropy
 
-    # The remainder has the errors of all parts that are subtracted, and that of the slope once.
+    # The remainder has the errors of all subtracted parts, and the slope's error only once.
     for _, part in known:
         rest = rest - part
     error = slope.times(entropy_change)
@@ -336,14 +337,14 @@ def _change(first: np.ndarray, late: np.ndarray, slope: float) -> Interval:
 def _late(
     readings: Sequence[tuple[float, float, float]], early: tuple[int, int], late: tuple[int, int]
 ) -> list[tuple[float, float, float]]:
-    """Return the readings of the late span; if fewer than two, the last two after the early phase."""
+    """Return the readings of the late span, or, if fewer than two, the last two after the early phase."""
     behind = [r for r in readings if early[1] < r[0] <= late[1]]
     within = [r for r in behind if r[0] >= late[0]]
     return within if len(within) > 1 else behind[-2:]
 
 
 def _mean(readings: Sequence[tuple[float, float, float]]) -> Interval:
-    """Average independent readings (step, value, error), whose errors have two degrees of freedom each."""
+    """Average independent readings (step, value, error); each error has two degrees of freedom."""
     value = float(np.mean([r[1] for r in readings]))
     se = sqrt(sum(r[2] ** 2 for r in readings)) / len(readings)
     half_width = t_quantile((1 + LEVEL) / 2, 2 * len(readings)) * se
@@ -369,7 +370,7 @@ def _up(interval: Interval) -> float:
 
 
 def _depth(name: str) -> int:
-    """Return the depth of a metric; OVERALL for a metric of all depths.
+    """Return the depth in a metric's name; OVERALL if the metric is over all depths.
 
     >>> _depth("spec/acceptance_rate/depth_2"), _depth("spec/acceptance_rate")
     (2, 0)

@@ -1,8 +1,8 @@
-"""Advice: sentences on the settings that a run should change, by its recent numbers.
+"""Advice: sentences that suggest a change of settings, based on a run's recent metrics.
 
-Owns the rules; each is a function of the run's setup and of records that returns a sentence with the figure
-and the setting, or None. Flow: the controller passes every record to `Advisor.see`, which raises an `advice`
-event when a rule begins to hold; the report calls `advise_run`, which also reads the recorded rollouts.
+Owns the rules. Each rule is a function of the run's setup and records, and returns a sentence with a number
+and a setting, or None. Flow: the controller passes every record to `Advisor.see`, which emits an `advice`
+event when a rule begins to apply; the report calls `advise_run`, which also reads the recorded rollouts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlpipe.metrics.runs import RunData
 
 Records = Sequence[Mapping[str, Any]]
 
-RECENT = 10  # records over which a figure is averaged
+RECENT = 10  # records over which a metric is averaged
 MARGIN = 0.03  # relative gain that is worth a sentence
-UNTRAINED_RATE = 0.03  # acceptance; identity projections reach 0.01, a closed-form fit above 0.3
+UNTRAINED_RATE = 0.03  # acceptance rate; identity projections reach 0.01, a closed-form fit more than 0.3
 UNTRAINED_STEPS = 500  # verify steps before a layer is called untrained
 LOOKUP_HINT = "a lookup learns nothing, so use a draft that does (docs/drafters.md)"
 
@@ -33,9 +33,9 @@ class Setup:
 
     mode, gamma, adaptive, suffix: of `spec`.
     depths, objective: of `draft`.
-    mtp: drafts come from the checkpoint's MTP layer.
-    lookup: drafts are looked up, and nothing can be trained.
-    online: the draft is trained during the run.
+    mtp: whether drafts come from the checkpoint's MTP layer.
+    lookup: whether drafts are looked up, so that there is no draft model to train.
+    online: whether the draft is trained during the run.
     max_staleness, filter_equal_rewards, filter_limit: of `pipeline`.
     workers, max_new_tokens, max_context: of `rollout`.
     draft_cost: cost of one draft pass, in plain decode steps.
@@ -64,7 +64,7 @@ class Setup:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Setup:
-        """Read a parsed config.yaml; settings it lacks have the defaults of a new run."""
+        """Read a parsed config.yaml; missing settings get the defaults of a new run."""
         config = asdict(Config())
         for name in ("spec", "draft", "pipeline", "rollout", "env"):
             config[name] |= settings.get(name) or {}
@@ -80,7 +80,7 @@ class Setup:
             mtp=str(config["spec"]["drafter"]) == "mtp",
             lookup=str(config["spec"]["drafter"]) == "suffix",
             online=str(config["draft"]["train"])
-            in ("online", "ppow"),  # ppow: of runs before draft.objective
+            in ("online", "ppow"),  # "ppow": in runs older than draft.objective
             max_staleness=config["pipeline"]["max_staleness"],
             filter_equal_rewards=config["pipeline"]["filter_equal_rewards"],
             filter_limit=config["pipeline"]["filter_limit"],
@@ -94,13 +94,13 @@ class Setup:
 
 
 def advise(setup: Setup, records: Records) -> dict[str, str]:
-    """Return the sentence of every rule that holds at the end of these records, by the rule's name."""
+    """Return the sentence of every rule that applies at the end of these records, by the rule's name."""
     sentences = {name: rule(setup, records) for name, rule in RULES.items()}
     return {name: text for name, text in sentences.items() if text}
 
 
 def advise_run(run: RunData) -> dict[str, str]:
-    """Return the sentence of every rule that holds at the end of a run, by the rule's name."""
+    """Return the sentence of every rule that applies at the end of a run, by the rule's name."""
     setup = Setup.from_settings(run.settings)
     sentences = advise(setup, run.records)
     drafter = better_drafter(setup, read_rollouts(run.path, last=RECENT))
@@ -108,9 +108,9 @@ def advise_run(run: RunData) -> dict[str, str]:
 
 
 class Advisor:
-    """Raises an event when a rule begins to hold, and again only after it has stopped holding.
+    """Emits an event when a rule begins to apply, and again only after it has ceased to apply.
 
-    event: `MetricsBus.event`.
+    event: called like `MetricsBus.event`.
     """
 
     def __init__(self, setup: Setup, event: Callable[..., None]) -> None:
@@ -119,7 +119,7 @@ class Advisor:
         self._holding: set[str] = set()
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Take a committed record into account."""
+        """Evaluate the rules on a committed record."""
         self._records.append(record)
         advice = advise(self._setup, list(self._records))
         for name in advice.keys() - self._holding:
@@ -132,7 +132,7 @@ def _values(records: Records, name: str) -> list[float]:
 
 
 def _mean(records: Records, name: str, count: int = RECENT) -> float | None:
-    """Return the mean of the last values; None before there are three (one, for metrics measured rarely)."""
+    """Return the mean of the last values; None below three values (below one for rarely measured metrics)."""
     values = _values(records, name)[-count:]
     enough = 1 if name.startswith("probe/") else 3
     return fmean(values) if len(values) >= enough else None
@@ -151,7 +151,7 @@ def better_rule(setup: Setup, records: Records) -> str | None:
     if setup.mode not in alternatives:
         return None
 
-    # Block verification accepts at least as much as rejection, whose prediction is used instead.
+    # Block verification accepts at least as much as rejection, so the prediction for rejection is used.
     other, current = alternatives[setup.mode], setup.mode if setup.mode != "block" else "rejection"
     under = "probe/fixed/acceptance_length"
     other_length, length = (_mean(records, f"{under}/{rule}", 3) for rule in (other, current))
@@ -170,9 +170,9 @@ def better_rule(setup: Setup, records: Records) -> str | None:
 def better_gamma(setup: Setup, records: Records) -> str | None:
     """Compare values of gamma by tokens per cost, (1 + sum_{k <= gamma} reach_k) / (1 + draft_cost gamma).
 
-    reach_k is the share of verify steps that accept depth k, the product of the conditional rates; beyond
-    gamma the last of these rates is assumed for every depth. Verifying gamma + 1 tokens is assumed to cost as
-    much as one, which holds where decoding is bound by memory.
+    reach_k is the share of verify steps that accept depth k, the product of the conditional rates. Depths
+    above gamma are assumed to have the last of these rates. Verifying gamma + 1 tokens is assumed to cost as
+    much as one token, which holds if decoding is memory-bound.
 
     Source: Leviathan et al., Thm 3.8.
     """
@@ -185,7 +185,7 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
             return None
         rates.append(rate)
 
-    # Tokens per cost of every gamma up to one more than the run's.
+    # Compute the tokens per cost of every gamma up to one more than the run's.
     reach = tokens = 1.0
     tokens_per_cost = {0: 1.0}
     for gamma in range(1, setup.gamma + 2):
@@ -212,16 +212,16 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
 
 
 def _with_depths(setup: Setup, gamma: int) -> str:
-    """Return the setting that belongs to a gamma; a draft is trained for as many depths as it drafts."""
+    """Return the setting of a gamma; a draft that learns online also needs draft.depths."""
     if not setup.mtp or setup.depths == gamma:
         return ""
     return f" and draft.depths={gamma}" + ("" if setup.online else " (where the draft is trained)")
 
 
 def better_drafter(setup: Setup, rollouts: Iterable[Mapping[str, Any]]) -> str | None:
-    """Compare the run's drafts with lookups of as many tokens at the same verify steps, by tokens per cost.
+    """Compare the run's drafts with lookups of equal length at the same verify steps, by tokens per cost.
 
-    A lookup needs no draft pass, so it is faster where (1 + drafts looked up) (1 + draft_cost gamma) exceeds
+    A lookup needs no draft pass. So it is faster if (1 + accepted lookups) (1 + draft_cost gamma) exceeds
     1 + accepted drafts, beyond chance.
     """
     if not setup.mtp or setup.mode not in ("rejection", "target_only", "block"):
@@ -241,9 +241,10 @@ def better_drafter(setup: Setup, rollouts: Iterable[Mapping[str, Any]]) -> str |
 
 
 def better_objective(setup: Setup, records: Records) -> str | None:
-    """Advise end-to-end TV instead of learning from sampled tokens, where rejection or block verifies.
+    """Advise end-to-end TV instead of hard CE, if the run verifies by rejection or block.
 
-    Every study here has end-to-end TV above hard CE: recipes/smollm_adapt/study.md, recipes/mtp_adapt.
+    In every study of rlpipe, end-to-end TV was better than hard CE: recipes/smollm_adapt/study.md,
+    recipes/mtp_adapt.
     """
     rate = _mean(records, "spec/acceptance_rate")
     if not setup.online or setup.objective != "hard_ce" or setup.mode not in ("rejection", "block"):
@@ -260,8 +261,8 @@ def better_objective(setup: Setup, records: Records) -> str | None:
 def stale_draft(setup: Setup, records: Records) -> str | None:
     """Find a draft that became worse on fixed contexts, by more than entropy explains.
 
-    Entropy explains one point of acceptance per 0.1 nat here, which is cautious: 0.6 to 0.8 points are
-    measured for rejection. `decomposition` measures the run's slope.
+    This rule assumes that 0.1 nat of entropy explains one point of acceptance. This is cautious, because 0.6
+    to 0.8 points are measured for rejection. `decomposition` measures the run's slope.
     """
     rule = "target_only" if setup.mode == "target_only" else "rejection"
     alpha = _values(records, f"probe/fixed/{rule}/depth_1")
@@ -285,12 +286,12 @@ def stale_draft(setup: Setup, records: Records) -> str | None:
 
 
 def stale_engine(setup: Setup, records: Records) -> str | None:
-    """Find engines that accept less than the newest version would on the same drafts, beyond chance."""
+    """Find engines that accept fewer drafts than the newest version would accept of them, beyond chance."""
     gaps, errors = (_values(records, f"probe/{name}")[-5:] for name in ("staleness", "staleness_se"))
     if len(gaps) < 3 or len(errors) != len(gaps):
         return None
 
-    # Readings are independent of each other, so their errors add up by squares.
+    # Readings are independent, so the squares of their errors add up.
     gap, se = fmean(gaps), (sum(e * e for e in errors) ** 0.5) / len(errors)
     if gap > -MARGIN or gap > -3 * se:
         return None
@@ -302,9 +303,9 @@ def stale_engine(setup: Setup, records: Records) -> str | None:
 
 
 def untrained_layer(setup: Setup, records: Records) -> str | None:
-    """Find an MTP layer that guesses no better than chance: it was initialized and never trained.
+    """Find an MTP layer that drafts no better than chance, because it was initialized and never trained.
 
-    Any trained layer, on whatever text, accepts several times as much.
+    A layer trained on any text has several times this acceptance.
     """
     rate = _mean(records, "spec/acceptance_rate")
     steps = sum(_values(records, "spec/verify_steps"))
@@ -318,7 +319,7 @@ def untrained_layer(setup: Setup, records: Records) -> str | None:
 
 
 def no_speedup(setup: Setup, records: Records) -> str | None:
-    """Find drafted steps that are measured to be slower than plain ones."""
+    """Find steps with drafts that are measured to be slower than steps without."""
     observed = _mean(records, "spec/speedup_observed")
     if observed is None or observed >= 1 - MARGIN:
         return None
@@ -326,9 +327,9 @@ def no_speedup(setup: Setup, records: Records) -> str | None:
 
 
 def few_env_threads(setup: Setup, records: Records) -> str | None:
-    """Find attempts that queue for an environment's thread far longer than they use it, with idle engines.
+    """Find attempts that wait for an environment's thread much longer than they use it, with idle engines.
 
-    A queue of less than 5 s is not a sign of it: on a busy machine every thread is slow.
+    A wait of less than 5 s does not count, because on a busy machine every thread is slow.
     """
     waiting, running = (_mean(records, name) for name in ("timing_s/sandbox", "env/sandbox/seconds/mean"))
     busy = _mean(records, "perf/utilisation/rollout")
@@ -343,9 +344,10 @@ def few_env_threads(setup: Setup, records: Records) -> str | None:
 
 
 def equal_groups(setup: Setup, records: Records) -> str | None:
-    """Find groups without signal that rolling out other prompts would replace.
+    """Find groups without signal, which a filter could replace by rolling out other prompts.
 
-    Where nearly all groups are equal the filter meets its limit: other prompts are needed then (`problems`).
+    If nearly all groups have equal rewards, the filter would reach its limit; the run then needs other
+    prompts (see `problems`).
     """
     share = _mean(records, "env/no_signal")
     if share is None or setup.filter_equal_rewards or not 0.4 <= share <= 1 - 1 / setup.filter_limit:
@@ -358,9 +360,10 @@ def equal_groups(setup: Setup, records: Records) -> str | None:
 
 
 def few_workers(setup: Setup, records: Records) -> str | None:
-    """Find a trainer that waits for busy engines: more engines would shorten the step.
+    """Find a trainer that waits for busy engines, so that more engines would shorten the step.
 
-    The gain is an upper bound: rollouts must scale with the engines and the machine must have capacity.
+    The gain is an upper bound: it assumes that rollouts scale with the engines, and that the machine has
+    capacity.
     """
     waiting, step = (_mean(records, f"timing_s/{name}") for name in ("wait_rollout", "step"))
     busy = _mean(records, "perf/utilisation/rollout")
@@ -379,7 +382,7 @@ def few_workers(setup: Setup, records: Records) -> str | None:
 
 
 def cut_answers(setup: Setup, records: Records) -> str | None:
-    """Find attempts that mostly end at a limit, so that their reward is that of an unfinished answer."""
+    """Find runs in which most attempts end at a limit, so that unfinished answers are rewarded."""
     share = _mean(records, "env/truncated")
     if share is None or share < 0.5:
         return None

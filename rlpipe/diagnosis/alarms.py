@@ -1,10 +1,10 @@
-"""Alarms: an event when a rule over committed records begins to fail, and another when it holds again.
+"""Alarms: events that report when a rule over committed records begins to fail, and when it passes again.
 
-Owns the evaluation of the rules and its state; `rlpipe.config.alarms` has the rules, docs/alarms.md what to
-do. Flow: the controller passes every record to `Alarms.see` and the clock to `Alarms.tick`; an alarm is an
-event, in events.jsonl and as a warning on the console. An alarm rings once per crossing: it rings again only
-after an observation at which its rule held. A resumed run passes its earlier records to `Alarms.replay`, so
-that alarms that rang before the restart do not ring again.
+Owns the evaluation of the rules and its state. `rlpipe.config.alarms` defines the rules, and docs/alarms.md
+explains what to do. Flow: the controller passes every record to `Alarms.see` and the time to `Alarms.tick`.
+An alarm is an event in events.jsonl, and a warning on the console. An alarm rings when its rule begins to
+fail, and again only after an observation that passed. A resumed run passes its earlier records to
+`Alarms.replay`, so that alarms that rang before the restart do not ring again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Event = Callable[..., None]
 class Watch:
     """An alarm rule and its state.
 
-    failing: observations in a row that failed.
-    ringing: the rule has not held since it rang.
-    value, limit: at the last observation.
+    failing: number of successive observations that failed.
+    ringing: whether the alarm rang and the rule has not passed since.
+    value, limit: value and limit at the last observation.
 
     >>> watch = Watch(AlarmRule(metric="actor/ppo_kl", threshold=0.2))
     >>> [watch.see({"actor/ppo_kl": x}) for x in (0.1, 0.3, 0.4, 0.1)]
@@ -41,14 +41,14 @@ class Watch:
     ringing: bool = False
     value: float = float("nan")
     limit: float = float("nan")
-    _first: list[float] = field(default_factory=list)  # values of the run, up to `over`
-    _last: deque[float] = field(default_factory=deque)  # values, up to `over`
+    _first: list[float] = field(default_factory=list)  # first values of the run, up to `over`
+    _last: deque[float] = field(default_factory=deque)  # last values, up to `over`
     _since: list[float] = field(default_factory=list)  # values since the last reading of `against`
-    _best: tuple[float, float] | None = None  # metric and `against` when the latter was highest
+    _best: tuple[float, float] | None = None  # metric and `against`, when `against` was highest
     _highest: float = float("-inf")
 
     def see(self, record: Mapping[str, Any]) -> bool | None:
-        """Evaluate the rule; True: it begins to ring; False: it holds again; None: no change."""
+        """Evaluate the rule; return True if it begins to ring, False if it passes again, else None."""
         failed = self._fails(record)
         if failed is None:
             return None
@@ -63,7 +63,7 @@ class Watch:
         return None
 
     def _fails(self, record: Mapping[str, Any]) -> bool | None:
-        """Return whether the rule fails at this record; None when the record does not determine it."""
+        """Return whether the rule fails at this record; None if the record does not allow a decision."""
         rule, value = self.rule, record.get(self.rule.metric)
         if rule.test is AlarmTest.DIVERGE:
             return self._diverges(value, record.get(rule.against))
@@ -79,7 +79,7 @@ class Watch:
             self.limit = rule.threshold * self._highest
             return value < self.limit
 
-        # The other tests compare with a median: of the last values, or of the first ones of the run.
+        # The other tests compare with a median of the last values, or of the run's first values.
         if rule.test is AlarmTest.SPIKE:
             usual = median(self._last) if len(self._last) == rule.over else None
             self._last.append(value)
@@ -99,7 +99,7 @@ class Watch:
         return value < self.limit if rule.test is AlarmTest.DROP else value > self.limit
 
     def _diverges(self, value: object, against: Any) -> bool | None:
-        """Return whether the metric grew by more than the threshold since `against` was at its best."""
+        """Return whether the metric grew by more than the threshold since `against` was highest."""
         if isinstance(value, (int, float)):
             self._since.append(value)
         if not isinstance(against, (int, float)) or not self._since:
@@ -113,12 +113,12 @@ class Watch:
 
 
 class Alarms:
-    """The rules of a run.
+    """The alarm rules of a run.
 
-    watches: by name of the rule.
+    watches: watch of each rule, by the rule's name.
     rung: names of the rules that ever rang.
 
-    Raises ValueError for a rule on a metric that is not declared. event: `MetricsBus.event`.
+    Raises ValueError for a rule on a metric that is not declared. event: called like `MetricsBus.event`.
     """
 
     def __init__(self, config: AlarmsConfig, event: Event) -> None:
@@ -134,13 +134,13 @@ class Alarms:
                 except ValueError as error:
                     raise ValueError(f"metrics.alarms.rules.{name}: {error}") from None
 
-        # The first step includes compilation and warm-up: it may take three times as long.
+        # The first step includes compilation and warm-up, so it may take three times as long.
         self._stall_seconds = 60 * config.stall_minutes if config.enabled else 0.0
         self._timeout_seconds = 3 * self._stall_seconds
         self._step, self._last_record_at, self._stalled = 0, time.monotonic(), False
 
     def replay(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Evaluate the rules on records that were committed before, without events."""
+        """Evaluate the rules on records of an earlier process, without emitting events."""
         for record in records:
             self.rung |= {name for name, watch in self.watches.items() if watch.see(record)}
 
@@ -163,7 +163,7 @@ class Alarms:
                 self._event("alarm_over", alarm=name, step=self._step)
 
     def tick(self, now: float | None = None) -> None:
-        """Raise the alarm when there was no record for too long; now: of `time.monotonic`."""
+        """Raise the alarm if there was no record for too long. now: time by `time.monotonic`."""
         silent = (time.monotonic() if now is None else now) - self._last_record_at
         if self._stall_seconds and silent > self._timeout_seconds and not self._stalled:
             self._stalled = True
@@ -173,6 +173,6 @@ class Alarms:
 
 
 def _fields(watch: Watch) -> dict[str, Any]:
-    """Return the fields of the event of an alarm."""
+    """Return the fields of an alarm's event."""
     rule = watch.rule
     return {"metric": rule.metric, "test": str(rule.test), "value": watch.value, "limit": watch.limit}

@@ -1,6 +1,6 @@
-"""`rlpipe analyse RUN [RUN...]`: the summary of a run as text, as at the top of its report.
+"""`rlpipe analyse RUN [RUN...]`: prints the summary at the top of a run's report as text.
 
---json    instead, every statistic of acceptance and the advice
+--json    prints every statistic of acceptance and the advice instead
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def analyse(run: RunData) -> dict[str, Any]:
         "speedup": speedups(run, setup.draft_cost),
         "entropy_slope": _plain(entropy_slope(run)),
         "rate_slope": _plain(entropy_slope(run, RATE)),
-        # Of the last probe and its fixed contexts: the state at the end of the run.
+        # Use the fixed contexts of the last probe, which show the state at the end of the run.
         "boundary": boundary(probes[-1][1][: probes[-1][0]["fixed"]]) if probes else [],
         "distributions": distributions(run),
         "split": {
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print every statistic of acceptance instead")
     arguments = parser.parse_args(argv)
 
-    # A wrong path is a mistake of the caller: one line, without a traceback.
+    # A wrong path is the caller's mistake, so print one line without a traceback.
     try:
         runs = [load_run(path) for path in arguments.runs]
         name_by_settings(runs)

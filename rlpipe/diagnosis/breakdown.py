@@ -1,9 +1,9 @@
-"""Acceptance of a run broken down by depth, position, turn, kind of token and entropy, after the fact.
+"""Breaks down the acceptance of a recorded run by depth, position, turn, kind of token and entropy.
 
 Owns the breakdowns; docs/run_directory.md describes the records and their format. Flow:
 
     rollouts/step_N.jsonl -> `verified_in` (an entry per verified draft token) -> `acceptance_by`
-                          -> `lengths` (predicted against observed), `lookups` (another drafter)
+                          -> `lengths` (predicted and observed), `lookups` (another drafter)
     probe/step_N.jsonl    -> `boundary` (rejection against target-only, Bebop Fig. 13)
     metrics.jsonl         -> `distributions` (Fig. 10, 11), `speedups`, `entropy_slope` (Fig. 8)
 
@@ -36,15 +36,15 @@ SHOWN_DEPTH = 1
 
 @dataclass(slots=True, kw_only=True)
 class VerifiedDrafts:
-    """Draft tokens that verify steps decided on, [n] each: depths 1..num_accepted + 1 of every step.
+    """Draft tokens that were verified, [n] each: depths 1..num_accepted + 1 of every verify step.
 
-    trajectory: index of the record.
+    trajectory: index of the trajectory's record.
     depth: 1, 2, ...
     kept: whether the token was accepted.
     accept: probability of accepting the token, by the rule of a chain: min(1, p / q).
-    position: sampled tokens before it in its trajectory.
+    position: number of sampled tokens before the token in its trajectory.
     turn: 0, 1, ...
-    kind: token class, "" where unknown.
+    kind: token class, "" if unknown.
     entropy: of the target at the token, nat.
     """
 
@@ -62,7 +62,7 @@ class VerifiedDrafts:
 class Cut:
     """One bin of a breakdown.
 
-    label: of the bin.
+    label: name of the bin.
     rate: accepted / verified.
     se: standard error of the rate; None for a single trajectory.
     verified: number of verified draft tokens.
@@ -80,8 +80,8 @@ def verified_in(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = 
     """Collect the verified draft tokens of records; tokens beyond the end of a turn are left out.
 
     Args:
-        records: of rollouts; those without drafts are skipped.
-        plain_commands: a full turn is a command, see `token_classes`.
+        records: recorded rollouts; records without drafts are skipped.
+        plain_commands: whether a full turn is a command, see `token_classes`.
     """
     rows: list[tuple[Any, ...]] = []
     for number, record in enumerate(records):
@@ -112,7 +112,7 @@ def verified_in(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = 
 
 
 def verified_drafts(run: RunData, records: Iterable[Mapping[str, Any]]) -> VerifiedDrafts:
-    """Collect the verified draft tokens of a run's rollouts, with commands as its environment has them."""
+    """Collect the verified draft tokens of a run's rollouts, with commands defined by its environment."""
     env = run.settings.get("env") or {}
     plain = env.get("name") == "swe" and env.get("action_mode", "plain") == "plain"
     return verified_in(records, plain_commands=plain)
@@ -157,16 +157,16 @@ def _cut(drafts: VerifiedDrafts, chosen: np.ndarray, label: str) -> Cut:
 
 
 def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:
-    """Compare the acceptance length as counted with the one that p and q of the same drafts predict.
+    """Compare the observed acceptance length with the length that p and q of the same drafts predict.
 
         predicted = 1 + sum_j prod_{i<=j} min(1, p_i / q_i)   per verify step
 
-    This is exact in expectation for a chain that is verified token by token; block verification accepts at
-    least as much.
+    The prediction is exact in expectation for a chain that is verified token by token. Block verification
+    accepts at least as much.
 
     Returns:
-        observed, predicted, difference (errors are clustered by trajectory) and the number of verify_steps;
-        {} below two trajectories with drafts.
+        observed, predicted, difference (with errors clustered by trajectory) and the number of verify_steps;
+        {} for fewer than two trajectories with drafts.
     Source: Leviathan et al., Alg. 1.
     """
     counted, expected, steps = [], [], []
@@ -192,13 +192,13 @@ def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:
 
 
 def _reach(target: Sequence[float], draft: Sequence[float]) -> np.ndarray:
-    """Return the [gamma] probabilities of accepting every token up to each depth."""
+    """Return for each depth the probability of accepting all tokens up to this depth, [gamma]."""
     p, q = np.asarray(target, dtype=float), np.asarray(draft, dtype=float)
     return np.cumprod(np.minimum(1.0, np.divide(p, q, out=np.ones_like(p), where=q > 0)))
 
 
 def _ratio(totals: np.ndarray, weights: np.ndarray, offset: float = 0.0) -> Estimate:
-    """Compute sum totals / sum weights + offset, with the error of a ratio over clusters."""
+    """Compute sum(totals) / sum(weights) + offset, with the error of a ratio over clusters."""
     value = float(totals.sum() / weights.sum())
     terms = (totals - value * weights) / weights.sum()
     se = cr1_error(float(terms @ terms), len(terms))
@@ -210,17 +210,17 @@ def lookups(
 ) -> dict[str, Estimate] | None:
     """Compare a run's drafts with lookups of `gamma` tokens at the starts of the same verify steps.
 
-    A lookup's guess has q = 1, so under every lossless rule the target accepts it exactly where it samples
-    that token. The tokens sampled later therefore show how many guesses would have been accepted.
+    A token from a lookup has q = 1. So every lossless rule accepts it exactly if the target samples the same
+    token, and the tokens sampled later show how many lookup tokens would have been accepted.
 
     Args:
-        records: of rollouts; those without drafts are skipped.
+        records: recorded rollouts; records without drafts are skipped.
         gamma: number of tokens looked up.
         longest: maximum length of the suffix that is looked up, in tokens.
         cost: cost of a step with the run's drafts, in units of a step with lookups.
     Returns:
-        Tokens per verify step with each, `lookup` and `drafts`, and the difference, cost lookup - drafts
-        (errors are clustered by trajectory); None below two trajectories with drafts.
+        Tokens per verify step for `lookup` and for `drafts`, and the `difference`, cost * lookup - drafts
+        (with errors clustered by trajectory); None for fewer than two trajectories with drafts.
     """
     found, accepted, steps = [], [], []
     for record in records:
@@ -249,12 +249,12 @@ def lookups(
 def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
     """Compare rejection with target-only by depth.
 
-    Rejection is better where TV(p, q) < 1 - p(argmax q).
+    Rejection is better in a context if TV(p, q) < 1 - p(argmax q).
 
     Returns:
-        Per depth: `tv` and `outside` (mass of the target outside the draft's first choice), means over
-        contexts; `margin` = outside - tv = alpha_RS - alpha_TO; the `share` of contexts where rejection is
-        better, of so many `contexts`.
+        For each depth, means over contexts of `tv` and of `outside` (the target's mass outside the draft's
+        first choice); `margin` = outside - tv = alpha_RS - alpha_TO; the `share` of contexts in which
+        rejection is better; and the number of `contexts`.
     Source: Bebop Eq. 48.
     """
     rows: list[dict[str, float]] = []
@@ -282,7 +282,7 @@ def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
 
 
 def distributions(run: RunData, depth: int = SHOWN_DEPTH) -> dict[str, list[float]]:
-    """Return series by probe on the fixed contexts: entropy gap, KL both ways, masses (Fig. 10, 11)."""
+    """Return series over probes of fixed contexts: entropy gap, KL both ways, masses (Fig. 10, 11)."""
     series: dict[str, list[float]] = {}
     for name in COLUMNS:
         if name not in ("accept", "top"):
@@ -295,16 +295,16 @@ def distributions(run: RunData, depth: int = SHOWN_DEPTH) -> dict[str, list[floa
 
 
 def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -> dict[str, float]:
-    """Compute the predicted speed-up, length / (1 + draft_cost gamma), and the observed one.
+    """Compute the predicted speed-up, length / (1 + draft_cost gamma), and the observed speed-up.
 
     Args:
-        run: with drafts.
-        draft_cost: of one draft pass, in plain decode steps.
+        run: a run with drafts.
+        draft_cost: cost of one draft pass, in plain decode steps.
         baseline: a run with spec.mode=none.
     Returns:
-        predicted, and observed: the ratio of median rollout tokens/s to those of the baseline; without one,
-        the measurement of adaptive gamma. A key is missing if its metrics are.
-    Source: the cost is that of Leviathan et al., Thm 3.8.
+        `predicted`, and `observed`: the run's median rollout tokens/s divided by the baseline's. Without a
+        baseline, `observed` is what adaptive gamma measured. A key is missing if its metrics are missing.
+    Source: Leviathan et al., Thm 3.8, for the cost.
     """
     gamma = (run.settings.get("spec") or {}).get("gamma", SpecConfig().gamma)
     result: dict[str, float] = {}
@@ -321,9 +321,10 @@ def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -
 
 
 def entropy_slope(run: RunData, figure: str = LENGTH) -> Estimate | None:
-    """Estimate the slope of an acceptance figure on entropy over all steps of a run, per nat (Bebop Fig. 8).
+    """Estimate the slope of an acceptance metric on entropy over all steps of a run, per nat (Bebop Fig. 8).
 
-    It is descriptive, as it includes growing mismatch. None below 6 steps, or without variation.
+    The slope is only descriptive, because it includes the effect of growing mismatch. None for fewer than 6
+    steps, or if the entropy does not vary.
     """
     _, y, h = paired(run, figure, ENTROPY)
     if len(y) < 6 or not np.ptp(h):

@@ -1,8 +1,8 @@
-"""The summary of several runs: the differences between arms that exceed chance.
+"""Summarizes several runs: the differences between arms that exceed chance.
 
 Owns the readings of every arm and the sentences at the top of a comparison; `seeds` decides which runs form
 an arm. An arm of several seeds has intervals over seeds. A single run has an interval only for its held-out
-reward, over the instances: it covers the measurement of this run, not other seeds.
+reward, over the instances; it covers the measurement error of this run, not the variation over seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlpipe.diagnosis.summary import Summary
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
-LAST_STEPS = 10  # over which a gauge is averaged
+LAST_STEPS = 10  # steps over which a gauge is averaged
 
 
 def _last_mean(name: str) -> Callable[[RunData], float | None]:
@@ -40,7 +40,7 @@ def _median_step(run: RunData) -> float | None:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Measure:
-    """A row of the comparison. of: its value in a run. spec: format. better: the word for a larger value."""
+    """A row of the comparison. of: returns its value in a run. spec: format. better: a word for larger."""
 
     label: str
     of: Callable[[RunData], float | None]
@@ -59,7 +59,7 @@ MEASURES = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Reading:
-    """A measure in one arm. values: by run. interval: None where one run has none."""
+    """A measure in one arm. values: one per run. interval: None for a single run without an interval."""
 
     arm: str
     values: list[float]
@@ -77,7 +77,7 @@ class Reading:
         return f"{self.mean:{spec}} [{self.interval.low:{spec}}, {self.interval.high:{spec}}]"
 
     def minus(self, other: Reading) -> Interval | None:
-        """Return the difference of two arms: Welch's over seeds; else of the intervals, if both have one."""
+        """Return the difference of two arms: Welch's over seeds, else that of the intervals if both exist."""
         if min(len(self.values), len(other.values)) > 1 and len({*self.values, *other.values}) > 2:
             return difference(self.values, other.values)
         if self.interval is None or other.interval is None:
@@ -86,7 +86,7 @@ class Reading:
 
 
 def compare_runs(runs: Sequence[RunData]) -> Summary:
-    """Summarize several runs: a sentence per measure, against the first arm."""
+    """Summarize several runs: one sentence per measure, which compares each arm with the first arm."""
     arms = pool_seeds(runs)
     lines = [(m.label, _sentence(m, readings)) for m in MEASURES if (readings := readings_of(m, arms))]
     if lines:
@@ -96,7 +96,7 @@ def compare_runs(runs: Sequence[RunData]) -> Summary:
 
 
 def readings_of(measure: Measure, arms: Sequence[RunData]) -> list[Reading]:
-    """Return the reading of every arm that has the measure in all of its runs."""
+    """Return the readings of all arms in which every run has the measure."""
     readings = []
     for arm in arms:
         values = [measure.of(run) for run in arm.seeds or [arm]]
@@ -114,7 +114,7 @@ def readings_of(measure: Measure, arms: Sequence[RunData]) -> list[Reading]:
 
 
 def _sentence(measure: Measure, readings: list[Reading]) -> str:
-    """Return the readings of a measure, and how each arm differs from the first one."""
+    """Describe the readings of a measure, and how each arm differs from the first arm."""
     listed = "; ".join(f"{r.arm}: {r.text(measure.spec)}" for r in readings)
     base, *others = readings
     if not others:
@@ -137,7 +137,7 @@ def _sentence(measure: Measure, readings: list[Reading]) -> str:
 
 
 def _incomplete(arms: Sequence[RunData]) -> Iterator[str]:
-    """Yield warnings about an arm: runs without a step, or of different lengths."""
+    """Yield warnings about arms with runs without a step, or with runs of different lengths."""
     if empty := [arm.name for arm in arms if not arm.steps]:
         yield f"{', '.join(empty)}: no step was recorded, so no arm contains it."
     for arm in arms:

@@ -1,17 +1,17 @@
-"""The part of a change of acceptance that entropy explains, and the part it does not (Bebop Eq. 16).
+"""Splits a change of acceptance into a part that entropy explains and a remainder (Bebop Eq. 16).
 
     Delta alpha_t = slope (H_t - H_0)  +  [Delta alpha_t - slope (H_t - H_0)]
                     entropy part          mismatch part
 
-alpha is an acceptance rate (or a length; the unit carries through), H the mean entropy of the target in nat
-per token. The slope is signed, in alpha per nat between *steps*, and is estimated from the early phase by
-robust regression. Index 0 is the mean over the early phase and t the mean over a window of steps: single
-steps are too noisy to be a reference. The parts add up to the observed change exactly. Their errors are those
-of the slope (times the change of entropy) and of the two means.
+alpha is an acceptance rate, or a length if all alphas are lengths. H is the target's mean entropy in nat per
+token. The slope is signed, in alpha per nat between *steps*, and is estimated from the early phase by robust
+regression. Index 0 is the mean over the early phase. Index t is the mean over a window of steps, because
+single steps are too noisy. The parts add up to the observed change exactly. Their errors combine the error of
+the slope (times the change of entropy) and the errors of the two means.
 
 Deviation from the paper: the early regression also has a linear trend in time. Without it, a mismatch that
 grows while entropy falls would be mistaken for a slope. Assumptions: the relation is linear in the range of
-H, and the early slope holds later.
+H, and the early slope is valid later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Decomposition:
     early, window: first and last step of the two spans.
     slope: acceptance per nat.
     entropy_change: H of the window minus H of the early phase, nat.
-    total: entropy + mismatch, exactly; the errors of the two are correlated.
+    total: exactly entropy + mismatch; the errors of these two are correlated.
     """
 
     early: tuple[int, int]
@@ -66,14 +66,14 @@ def decompose(
     """Split the change of acceptance between the early phase and a window of steps.
 
     Args:
-        steps, acceptance, entropy: [n], ascending in steps; entropy in nat.
-        early: steps of the early phase; None: `EARLY`, or half of the run if that is less.
-        window: steps averaged, ending with index `at` (None: the last).
-        slope: from another source; None: of the early phase.
-        level: of the intervals.
+        steps, acceptance, entropy: [n], in ascending order of steps; entropy in nat.
+        early: number of early steps; None: the smaller of `EARLY` and half of the run.
+        window: number of steps that are averaged, ending with index `at` (None: the last).
+        slope: a slope from another source; None: estimate it from the early phase.
+        level: confidence level of the intervals.
     Raises:
-        ValueError: for fewer than 6 early points, or an entropy that does not vary, when the slope is to be
-            estimated; for lengths that differ, or an `early` outside 1..n.
+        ValueError: lengths differ, `early` is outside 1..n, or the slope cannot be estimated (fewer than 6
+            early points, or an entropy that does not vary).
     """
     steps, y, h = (np.asarray(series, dtype=float) for series in (steps, acceptance, entropy))
     n = len(steps)
@@ -95,7 +95,7 @@ def decompose(
     total = y[late].mean() - y[:first].mean()
     by_entropy = slope.value * entropy_change
 
-    # The errors of the means and of the slope are taken as independent.
+    # The errors of the means and of the slope are assumed to be independent.
     error_of_means = hypot(_error(y[:first], h[:first], slope), _error(y[late], h[late], slope))
     error_of_slope = abs(entropy_change) * slope.se
 
@@ -114,7 +114,7 @@ def decompose(
 
 
 def _error(acceptance: np.ndarray, entropy: np.ndarray, slope: Estimate) -> float:
-    """Return the error of a span's mean acceptance at its entropy, excluding drift within the span."""
+    """Return the error of a span's mean acceptance after the effect of entropy and drift is removed."""
     residuals = detrended(acceptance - slope.value * entropy)
     if len(residuals) > 2:
         return error_of_mean(residuals, fitted=min(3, len(residuals) - 1))
@@ -124,7 +124,7 @@ def _error(acceptance: np.ndarray, entropy: np.ndarray, slope: Estimate) -> floa
 def decompose_each(
     steps: np.ndarray, acceptance: np.ndarray, entropy: np.ndarray, *, level: float = LEVEL
 ) -> list[Decomposition]:
-    """Decompose at every step from the end of the first window on, with one slope (Bebop Fig. 3)."""
+    """Decompose the change at every step after the first window, with the same slope (Bebop Fig. 3)."""
     slope = decompose(steps, acceptance, entropy, level=level).slope
     return [
         decompose(steps, acceptance, entropy, at=at, slope=slope, level=level)

@@ -1,10 +1,10 @@
-"""Explains why acceptance moved, in one statement on the split that the run emitted (`acceptance_split`).
+"""Explains why acceptance changed, in one statement about the split that a run emitted (`acceptance_split`).
 
-Owns the wording and the thresholds. Every number is one of `acceptance_split/*` at the last step, as in the
-plots. With a probe set the statement is about depth 1, where fixed contexts separate entropy from the draft,
-and a part is a certain cause only if its interval excludes 0 for every slope. Without a probe set, the split
-can show that entropy moved at the same time, never that it is the reason. Excursions in between, which a
-difference of the ends does not show, have separate sentences.
+Owns the wording and the thresholds. Every number is from `acceptance_split/*` at the last step, as in the
+plots. With a probe set, the statement is about depth 1: fixed contexts separate the effects of entropy and
+draft, and a part is a certain cause only if its interval excludes 0 for every slope. Without a probe set, the
+split can show that entropy changed at the same time, but not that it is the cause. A temporary change, which
+the difference between early and late steps does not show, is described in a separate sentence.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlpipe.diagnosis.regression import autocorrelation, detrended
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval, t_quantile
 
-MIN_CHANGE = 0.015  # of the acceptance rate, to be reported
+MIN_CHANGE = 0.015  # smallest change of the acceptance rate that is reported
 MIN_PROBES = 6
-MIN_STANDING = 0.02  # staleness from first to last, to be reported
+MIN_STANDING = 0.02  # smallest constant staleness that is reported
 
 PART_NAMES = {
     "entropy": "entropy of the target",
@@ -57,9 +57,9 @@ def explain_acceptance(run: RunData) -> Finding | None:
 
 
 def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
-    """Describe where the rate at depth 1 went in between and came back from; "" if it did not.
+    """Describe a temporary change of the rate at depth 1 between early and late steps; "" if there is none.
 
-    split: of the ends. splits: the parts of the change at every step.
+    split: between early and late steps. splits: the split at every step.
     """
     steps, values = run.series("spec/acceptance_rate/depth_1")
     rate, count = np.array(values), len(values)
@@ -67,12 +67,12 @@ def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
     if count < 4 * width:
         return ""
 
-    # Noise is about a line within windows, so that neither drift nor the excursion itself counts as noise.
+    # Noise is relative to a line in each window, so that drift and the excursion do not count as noise.
     residuals = [detrended(rate[k : k + width]) for k in range(0, count - width + 1, width)]
     freedom = sum(len(r) - 2 for r in residuals)
     r = autocorrelation(detrended(rate[: split.early[1]]))
     variance = sum(float(e @ e) for e in residuals) / freedom * (1 + r) / (1 - r)
-    # The extreme of many windows is large by chance, so the level applies to all of them together.
+    # The extreme of many windows is large by chance, so the level is corrected for their number.
     quantile = t_quantile(1 - 0.025 * width / count, freedom)
 
     def since(mean: float, end: np.ndarray) -> Interval:
@@ -100,7 +100,7 @@ def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
 
 
 def _parts_at(splits: AcceptanceSplit, step: int) -> str:
-    """Name the parts of the change until a step whose intervals exclude 0."""
+    """Name the parts of the change up to `step` that are clearly different from 0."""
     split = splits.at(1, step)
     clear = {n: p for n, p in split.causes().items() if _is_clear(p)} if split is not None else {}
     listed = "; ".join(f"{PART_NAMES[name]} {points(part)}" for name, part in clear.items())
@@ -111,7 +111,7 @@ def _parts_at(splits: AcceptanceSplit, step: int) -> str:
 
 
 def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> Finding:
-    """Name the part of the split that explains the change, or that none does with certainty."""
+    """Name the part of the split that explains the change, or state that no part certainly explains it."""
     setup, causes = Setup.from_settings(run.settings), split.causes()
     head = f"Acceptance at depth 1 {_moved(split.total)} {_spans(split)}"
     remark = " ".join(filter(None, (_which_slope(split), excursion(run, split, splits))))
@@ -125,7 +125,7 @@ def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> F
     name = {"mismatch": "draft_training" if setup.online else "draft_stale"}.get(first, first)
     lead = ":" if _is_clear(split.total) else "; yet its parts did, and cancel:"
 
-    # Another part of nearly the same size makes the first one uncertain.
+    # Another part of nearly the same size makes it uncertain that the largest part is the cause.
     rivals = [n for n in causes if n != first and abs(causes[n].value) > 0.7 * abs(part.value)]
     return Finding(
         name=name,
@@ -136,7 +136,7 @@ def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> F
 
 
 def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, *, remark: str) -> Finding:
-    """Return the finding without a clear part: a constant staleness, no change, or an unsettled one."""
+    """Return the finding if no part is clear: a constant staleness, no change, or an unexplained change."""
     if standing is not None and standing.clear and standing.value <= -MIN_STANDING:
         text = (
             f"{head}, but throughout engines kept {points(standing)} next to what the newest weights "
@@ -151,11 +151,11 @@ def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, 
     return Finding(name="nothing", text=f"{head}. No part is clear of 0. {listed}", sure=False)
 
 
-# --- by steps only ---------------------------------------------------------------------------------
+# --- without a probe set ---------------------------------------------------------------------------
 
 
 def _explain_by_steps(split: Split) -> Finding:
-    """Explain by steps only: whether entropy moved at the same time, which is never called a reason."""
+    """Explain without a probe set: report whether entropy changed at the same time, but name no cause."""
     head = f"Acceptance, all depths, {_moved(split.total)} {_spans(split)}"
     if not _is_clear(split.total):
         return Finding(name="nothing", text=f"{head}: no change beyond chance.", sure=False)
@@ -183,7 +183,7 @@ def _explain_by_steps(split: Split) -> Finding:
 
 
 def _hint(name: str, setup: Setup, worth: str) -> str:
-    """Return the setting to change for a cause. worth: gain of a better draft, see `_points_back`."""
+    """Return the setting to change for a cause. worth: text on a better draft's gain, see `_points_back`."""
     hints = {
         "staleness": _staleness_hint(setup),
         "entropy": ENTROPY_HINT,
@@ -201,7 +201,7 @@ def _staleness_hint(setup: Setup) -> str:
 
 
 def _points_back(run: RunData, lost: Interval, gamma: int) -> str:
-    """Describe the gain of a draft that restores the lost points; "" where it cannot be computed."""
+    """Describe the gain of a draft that restores the lost points; "" if the gain cannot be computed."""
     gain = length_gain(run, -lost.value, gamma)
     if not gain:
         return ""
@@ -210,7 +210,7 @@ def _points_back(run: RunData, lost: Interval, gamma: int) -> str:
 
 
 def length_gain(run: RunData, points_back: float, gamma: int) -> float:
-    """Return the relative gain of tokens per verify step when every depth accepts that much more."""
+    """Return the relative gain of tokens per verify step if every depth's rate rises by `points_back`."""
     rate = run.series("spec/acceptance_rate/depth_1")[1][-10:] or run.series("spec/acceptance_rate")[1][-10:]
     if not rate:
         return 0.0
@@ -231,7 +231,7 @@ def _which_slope(split: Split) -> str:
 
 
 def _spans(split: Split) -> str:
-    """Name the two spans between which every number of the split is a difference."""
+    """Name the two spans that the split compares."""
     (a, b), (c, d) = split.early, split.late
     return f"from steps {a}-{b} to {c}-{d}"
 

@@ -1,13 +1,14 @@
-"""Decomposition from the probe set: contexts stay, target and draft move.
+"""Decomposition from the probe set: the contexts are fixed, and only target and draft change.
 
 Owns what is possible only on fixed contexts: Eq. 16 for both rules and every depth within one run, with a
-slope that is free of drift (across the contexts of the first probe), and differences paired context by
-context. Flow: probe/step_N.jsonl -> here -> `acceptance_split`.
+slope without drift (across the contexts of the first probe), and differences that are paired by context.
+Flow: probe/step_N.jsonl -> here -> `acceptance_split`.
 
     D alpha = slope D H + remainder,  per context; means over contexts, errors clustered by trajectory
 
-The slope across contexts is per *token* (an uncertain context against a sure one); the slope between steps of
-`decomposition` is of means over steps. The two slopes need not agree; each is used with its own differences.
+The slope across contexts compares *tokens* (an uncertain context with a certain one). The slope of
+`decomposition` compares means over steps. The two slopes need not agree, so each is used only with the
+differences of its kind.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def pool(tables: list[ProbeTable], rule: str, depth: int | None) -> Pooled:
         rule: column of the acceptance probability, see `RULES`.
         depth: 1, 2, ...; None: all depths together.
     Returns:
-        The contexts whose acceptance is known (not nan).
+        The contexts with a known acceptance (not nan).
     """
     depths = slice(None) if depth is None else slice(depth - 1, depth)
     alphas = [table.values[rule][:, depths].ravel() for table in tables]
@@ -91,8 +92,8 @@ def decompose_fixed(run: RunData, level: float = LEVEL) -> dict[tuple[str, int |
     """Decompose the change of every later probe against the first.
 
     Returns:
-        By (rule, depth; None: all depths), a list in order of the probes; {} below two probes, or for a set
-        of fewer than 3 trajectories.
+        (rule, depth) -> decompositions in the order of the probes; depth None means all depths. {} for fewer
+        than two probes, or fewer than 3 trajectories.
     """
     probes = [(head, tables[: head["fixed"]]) for head, tables in read_probes(run.path)]
     if len(probes) < 2 or len(probes[0][1]) < 3:
@@ -105,7 +106,7 @@ def decompose_fixed(run: RunData, level: float = LEVEL) -> dict[tuple[str, int |
         for depth in (None, *range(1, num_depths + 1)):
             before = pool(first_tables, rule, depth)
             if len(before.alpha) < 3 or not np.ptp(before.entropy):
-                continue  # no slope across these contexts
+                continue  # these contexts do not determine a slope
 
             changes[rule, depth] = [
                 decompose_between(

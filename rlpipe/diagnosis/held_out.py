@@ -1,7 +1,7 @@
-"""Held-out rewards with intervals that hold even at 0 of 8: Wilson's for a rate, Newcombe's for a change.
+"""Held-out rewards with intervals that are valid even at 0 of 8 (Wilson for a rate, Newcombe for a change).
 
-Trajectories of one instance are correlated. The sample size is therefore that of an independent sample with
-the same standard error (Kish), at most the number of trajectories; where all rewards are equal, it is the
+Trajectories of one instance are correlated. So the sample size used is the size of an independent sample with
+the same standard error (Kish), but at most the number of trajectories. If all rewards are equal, it is the
 number of instances.
 """
 
@@ -13,16 +13,16 @@ from rlpipe.diagnosis.seeds import over_seeds
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Z95, Interval, wilson
 
-PRIMARY = "val/reward"  # repeats the reward of one set
+PRIMARY = "val/reward"  # equals the reward of the primary set
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HeldOut:
     """One held-out set.
 
-    steps: of the first and the last reading.
+    steps: steps of the first and the last reading.
     first, last: rewards at these steps.
-    change: last minus first; None for a single reading.
+    change: last minus first; None if there is only one reading.
     """
 
     name: str
@@ -33,14 +33,14 @@ class HeldOut:
 
 
 def splits(*runs: RunData) -> list[str]:
-    """Return the held-out sets other than the one reported as val/reward."""
+    """Return the held-out sets except the one that val/reward reports."""
     names = _all_splits(*runs)
     rewards = {name: [run.series(f"val/{name}/reward") for run in runs] for name in names}
     return sorted(name for name in names if rewards[name] != [run.series(PRIMARY) for run in runs])
 
 
 def primary_split(run: RunData) -> str:
-    """Return the name of the held-out set that val/reward reports; "" when it is the only one, or unnamed."""
+    """Return the name of the held-out set that val/reward reports; "" if it is the only set, or unnamed."""
     others = splits(run)
     primary = sorted(_all_splits(run).difference(others))
     return primary[0] if others and primary else ""
@@ -51,7 +51,7 @@ def _all_splits(*runs: RunData) -> set[str]:
 
 
 def held_out_sets(run: RunData) -> list[HeldOut]:
-    """Return every held-out set with a reward, the primary one first; sets that repeat it are left out."""
+    """Return every held-out set with a reward, the primary set first and only once."""
     names = sorted(n for n in run.names() if n.startswith("val/") and n.endswith("/reward") and n != PRIMARY)
     primary = run.series(PRIMARY)
     metrics = {"held-out": PRIMARY} if primary[0] else {}
@@ -68,9 +68,9 @@ def _read_set(run: RunData, label: str, metric: str) -> HeldOut:
 
 
 def reward_intervals(run: RunData, metric: str) -> list[Interval]:
-    """Return the 95% interval of every reading: Wilson's of a rate, otherwise by its standard error.
+    """Return the 95% interval of every reading: Wilson's for a rate, otherwise from its standard error.
 
-    For the mean of several seeds the interval is over the seeds, unless all their readings are equal.
+    For the mean of several seeds, the interval is over seeds, unless all seeds have equal readings.
     """
     if run.seeds:
         return _over_seeds(run, metric)
@@ -83,7 +83,7 @@ def reward_intervals(run: RunData, metric: str) -> list[Interval]:
 
 
 def _over_seeds(run: RunData, metric: str) -> list[Interval]:
-    """Return the interval of a held-out metric over seeds, for each step."""
+    """Return for each step the interval of a held-out metric over seeds."""
     by_seed = [dict(zip(*seed.series(metric), strict=True)) for seed in run.seeds]
     intervals = []
     for step, _ in zip(*run.series(metric), strict=True):
@@ -92,7 +92,7 @@ def _over_seeds(run: RunData, metric: str) -> list[Interval]:
             intervals.append(over_seeds(values))
             continue
 
-        # 0 of 8 in every seed does not prove 0: then the instances are the sample.
+        # 0 of 8 in every seed does not prove 0, so if all seeds agree, the instances are the sample.
         records = [r for seed in run.seeds for r in seed.records if r.get("training/global_step") == step]
         counts = [_counts(record, metric) for record in records]
         intervals.append(_interval(values[0], 0.0, (sum(c[0] for c in counts), sum(c[1] for c in counts))))
@@ -100,11 +100,12 @@ def _over_seeds(run: RunData, metric: str) -> list[Interval]:
 
 
 def _interval(reward: float, error: float, counts: tuple[float, float]) -> Interval:
-    """Return the interval. counts: instances and trajectories of the reward; 0 where not recorded."""
+    """Return the interval of a reward. counts: its instances and trajectories; 0 if not recorded."""
     if not 0 <= reward <= 1:
         return Interval(reward, reward - Z95 * error, reward + Z95 * error)
 
-    # Attempts at one instance are correlated: the error gives the size of an equivalent independent sample.
+    # Attempts at one instance are correlated; the error determines the size of an equivalent independent
+    # sample.
     max_size = max(counts)
     size = reward * (1 - reward) / error**2 if error > 0 else counts[0] or max_size
     size = min(size, max_size) if max_size else size
@@ -112,7 +113,7 @@ def _interval(reward: float, error: float, counts: tuple[float, float]) -> Inter
 
 
 def _counts(record: dict[str, object], metric: str) -> tuple[float, float]:
-    """Return the instances and trajectories of a mean; of the primary one, those of the set it repeats."""
+    """Return the numbers of instances and trajectories in a mean; for val/reward, in the primary set."""
     sets = [metric]
     if metric == PRIMARY:
         sets = [

@@ -2,7 +2,7 @@
 
 Owns their order. The controller passes every batch before its update, and every committed record:
 
-    validated(trajectories) -> held-out contexts, where a draft is trained online
+    validated(trajectories) -> held-out contexts, if a draft is trained online
     before_update(groups) -> rollouts/step_N.jsonl, probe/step_N.jsonl, probe/* metrics
     split(values)         -> acceptance_split/* metrics of the step, before it is committed
     see(record)           -> alarm and advice events; `draft_harmed`: end the draft's training
@@ -47,7 +47,7 @@ class Monitor:
         self._probe: Probe | None = None
         if config.probes_draft:
             self._probe = Probe(settings.probe, run_dir, last_step=config.run.steps, recorder=recorder)
-        # Drafts that are looked up have q = 1 and are verified like those of target-only.
+        # Looked-up drafts have q = 1, and are verified as in target-only.
         self._rule = CHAIN_RULES.get(spec.mode) if spec.needs_model else "target_only"
         self._run_dir, self._split = run_dir, self._new_split(config)
         self._online = config.draft.online
@@ -59,7 +59,7 @@ class Monitor:
             self._advisor = Advisor(Setup.from_settings(asdict(config)), event)
 
     def resume_after(self, step: int) -> None:
-        """Restore alarms and split from the records; remove files that a run writes again after `step`."""
+        """Restore alarms and split from the records; remove files that the run will write again."""
         self._rollouts.remove_after(step)
         if self._probe is not None:
             self._probe.remove_after(step)
@@ -78,7 +78,7 @@ class Monitor:
             self._split.probed(head["step"], tables[: head["fixed"]])
 
     def split(self, values: Mapping[str, Any]) -> dict[str, Value]:
-        """Return the split of acceptance at a step. values: all of the step except validation."""
+        """Return the split of acceptance at a step. values: all metrics of the step except validation."""
         self._split.see(values)
         return self._split.metrics()
 
@@ -92,11 +92,11 @@ class Monitor:
 
     @property
     def draft_harmed(self) -> bool:
-        """True when online training made the draft worse where it is not trained (docs/alarms.md)."""
+        """True if online training made the draft worse on held-out contexts (docs/alarms.md)."""
         return self._online and DRAFT_HARMED in self._alarms.rung
 
     def validated(self, version: int, trajectories: Sequence[Trajectory]) -> None:
-        """Take trajectories of held-out instances, the first ones as held-out contexts of the probe."""
+        """Choose the probe's held-out contexts from trajectories of held-out instances, on the first call."""
         if self._probe is not None and self._online:
             self._probe.hold_out(trajectories, version)
 
@@ -104,8 +104,8 @@ class Monitor:
         """Record the batch of update `version` + 1, and read the probe set when it is due.
 
         Args:
-            version: of the trainer before the update.
-            groups: of the update.
+            version: version of the trainer before the update.
+            groups: the groups of the update.
             read: computes the tables of trajectories with the trainer's weights.
         Returns:
             probe/* metrics; {} when no probe is due.
@@ -115,7 +115,7 @@ class Monitor:
         if self._probe is None or not self._probe.due(step):
             return {}
 
-        # Staleness is measured on the recorded trajectories, the only ones whose drafts are recorded.
+        # Staleness is measured on the recorded trajectories, because only these have recorded drafts.
         visited = self._rollouts.recorded(groups)
         metrics = await self._probe.measure(
             step, groups, visited=visited, version=version, read=read, rule=self._rule
@@ -130,7 +130,7 @@ class Monitor:
             self._advisor.see(record)
 
     async def watch(self) -> None:
-        """Evaluate the alarm on silence between records, until cancelled."""
+        """Check repeatedly whether the run commits records (alarm `stall`), until cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._alarms.tick()

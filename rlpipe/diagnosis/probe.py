@@ -1,4 +1,4 @@
-"""The probe set: fixed contexts that the trainer reads again every few steps, with its newest weights.
+"""The probe set: fixed contexts that the trainer evaluates again every few steps with its newest weights.
 
 Owns the choice of contexts, the steps at which they are read, the files in RUN/probe/ (docs/run_directory.md)
 and the probe/* metrics. The caller computes the tables.
@@ -6,11 +6,11 @@ and the probe/* metrics. The caller computes the tables.
     step's groups --chosen once--> fixed contexts --.
     step's recorded rollouts ----> visited ---------+--> tables (trainer) --> files, probe/* metrics
 
-On fixed contexts acceptance moves only because target or draft moved. The visited contexts are those that the
-engine has just verified, so its acceptance can be compared with that of the newest version: the difference is
-staleness. A draft that is trained online is also read on held-out contexts of the first validation, which are
-never trained on (`probe/held_out`). Cost: a forward pass over two or three times `metrics.probe.contexts`
-positions.
+On fixed contexts, acceptance changes only because target or draft changed. On visited contexts the engine has
+just verified drafts, so its acceptance can be compared with the newest version's; the difference is
+staleness. A draft that is trained online is also evaluated on held-out contexts of the first validation,
+which are never trained on (`probe/held_out`). Cost: a forward pass over two or three times
+`metrics.probe.contexts` positions.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ COLUMNS = (
     "draft_above",
 )
 DIGITS = 5
-MIN_TRAJECTORIES = 3  # fewer have no standard error and no slope
+MIN_TRAJECTORIES = 3  # fewer do not determine a standard error or a slope
 
 
 @dataclass(slots=True, kw_only=True)
 class ProbeTable:
-    """One trajectory read by target and draft.
+    """Results of target and draft on one trajectory.
 
-    positions: [n] index of the token that depth 1 drafts; depth k drafts positions + k - 1.
-    values: [n, K] by name of COLUMNS, nan where that token is beyond the end of the turn.
+    positions: [n] index of the token that depth 1 drafts; depth k drafts the token at positions + k - 1.
+    values: [n, K] for each name in COLUMNS; nan if the drafted token would be beyond the end of the turn.
     """
 
     trajectory_id: str
@@ -62,7 +62,7 @@ class ProbeTable:
     values: dict[str, np.ndarray]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, which `from_json` reads."""
+        """Return the table as plain data, which `from_json` reads."""
         return {
             "trajectory_id": self.trajectory_id,
             "positions": self.positions.tolist(),
@@ -71,7 +71,7 @@ class ProbeTable:
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> ProbeTable:
-        """Return the table of plain data, to `DIGITS` digits."""
+        """Return the table from plain data, rounded to `DIGITS` digits."""
         return cls(
             trajectory_id=item["trajectory_id"],
             positions=np.array(item["positions"], dtype=int),
@@ -83,8 +83,9 @@ Read = Callable[[list[Trajectory]], Awaitable[list[ProbeTable]]]
 
 
 class Probe:
-    """The probe set of one run. last_step: always probed, so that a run ends with a reading.
+    """The probe set of one run.
 
+    last_step: a step that is always probed, so that a run ends with a reading.
     fixed: tables of the fixed contexts in the newest reading.
     """
 
@@ -96,12 +97,12 @@ class Probe:
         self.fixed: list[ProbeTable] = []
 
     def due(self, step: int) -> bool:
-        """Return whether step (1, 2, ...) is probed."""
+        """Return whether a step (1, 2, ...) is probed."""
         every = self._config.every
         return bool(every) and ((step - 1) % every == 0 or step == self._last_step)
 
     def remove_after(self, step: int) -> None:
-        """Remove the files that a run resumed after `step` writes again; with step 0 the contexts, too."""
+        """Remove the files that a run resumed after `step` writes again; with step 0, also the contexts."""
         remove_steps_after(self._folder, step)
         if not step:
             for name in (CONTEXTS, HELD_OUT):
@@ -109,7 +110,7 @@ class Probe:
             self._fixed, self._held_out = [], []
 
     def hold_out(self, trajectories: Sequence[Trajectory], version: int) -> None:
-        """Take the held-out contexts from trajectories that are not trained on; later calls do nothing."""
+        """Choose the held-out contexts from trajectories that are not trained on; later calls do nothing."""
         if self._config.every and not self._held_out:
             self._held_out = self._choose(HELD_OUT, trajectories, step=0, version=version)
 
@@ -126,19 +127,19 @@ class Probe:
         """Read the probe set and write the step's file.
 
         Args:
-            step: the one about to be trained.
-            groups: of the step; the first probe takes its contexts from them.
+            step: the step that will be trained next.
+            groups: the groups of this step; the first probe chooses its contexts from them.
             visited: trajectories of the step with recorded drafts; at most `contexts` positions are read.
             version: version of the trainer.
             read: computes the tables of trajectories with the trainer's weights.
-            rule: column of the rule by which the engine verifies chains token by token; None: it verifies by
-                another rule, whose staleness is not measured.
+            rule: column of the engine's rule if it verifies chains token by token. None for any other rule;
+                staleness is then not measured.
         Returns:
             probe/* metrics and timing_s/probe.
         """
         started = time.perf_counter()
         if not self._fixed:
-            # First attempts come first, so that the contexts come from many prompts.
+            # First attempts are first in this list, so that the contexts come from many prompts.
             siblings = zip_longest(*(g.trajectories for g in groups))
             first = [t for row in siblings for t in row if t]
             self._fixed = self._choose(CONTEXTS, first, step=step, version=version)
@@ -148,7 +149,7 @@ class Probe:
         tables = await read([*self._fixed, *visited, *self._held_out])
         num_fixed, num_recorded = len(self._fixed), len(self._fixed) + len(visited)
         of_fixed, of_visited = tables[:num_fixed], tables[num_fixed:num_recorded]
-        # Rounded as in the file, so that a reader of the file computes the same numbers.
+        # The tables are rounded as in the file, so that a reader of the file computes the same numbers.
         self.fixed = [ProbeTable.from_json(table.to_json()) for table in of_fixed]
         seconds = time.perf_counter() - started
 
@@ -197,13 +198,13 @@ def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory
 
 
 def table_metrics(tables: Sequence[ProbeTable], under: str) -> dict[str, Value]:
-    """Average every column over all contexts by depth, and the predicted acceptance lengths.
+    """Average every column over all contexts by depth, and also the predicted acceptance lengths.
 
     Args:
-        tables: of one set.
-        under: prefix of the names.
+        tables: the tables of one set of contexts.
+        under: prefix of the metric names.
     Returns:
-        {} without contexts.
+        The metrics; {} without contexts.
     """
     metrics: dict[str, Value] = {}
     if not any(len(table.positions) for table in tables):
@@ -219,12 +220,12 @@ def table_metrics(tables: Sequence[ProbeTable], under: str) -> dict[str, Value]:
 
 
 def predicted_lengths(tables: Sequence[ProbeTable]) -> dict[str, np.ndarray]:
-    """Predict the tokens per verify step at every context with all depths, by rule.
+    """Predict the tokens per verify step for each rule, at every context that has all depths.
 
         1 + sum_j alpha_j prod_{i<j} a_i
 
-    with a_i = min(1, q_i / p_i) at the realised token for rejection and 1[realised token = argmax q_i] for
-    target-only: exact in expectation over tokens that the target sampled.
+    Here a_i is min(1, q_i / p_i) at the sampled token for rejection, and 1[sampled token = argmax q_i] for
+    target-only. This is exact in expectation over tokens that the target sampled.
 
     Returns:
         rejection, target_only: [n].
@@ -245,17 +246,17 @@ def predicted_lengths(tables: Sequence[ProbeTable]) -> dict[str, np.ndarray]:
 def verified(
     tables: Sequence[ProbeTable], drafts: Mapping[str, Sequence[DraftStep]], rule: str
 ) -> np.ndarray:
-    """Pair every verified draft token with the acceptance probability at the newest version.
+    """Pair every verified draft token with its acceptance probability alpha under the newest version.
 
-    A step that accepts n draft tokens has verified depths 1..n + 1. These n are the realised tokens, so alpha
-    of the context is the probability with which the newest version would have accepted each.
+    A step that accepts n draft tokens has verified depths 1..n + 1. The accepted tokens are the context of
+    each depth, so the table's alpha at this context is the acceptance probability under the newest version.
 
     Args:
-        tables: of the visited trajectories.
+        tables: tables of the visited trajectories.
         drafts: verify steps by trajectory_id.
         rule: column of alpha.
     Returns:
-        [m, 4], a line per token: index of the table, depth, kept (0 or 1), alpha.
+        [m, 4], one row per token: index of the table, depth, accepted (0 or 1), alpha.
     """
     lines = []
     for number, table in enumerate(tables):
@@ -274,13 +275,14 @@ def verified(
 def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
     """Compare what the engine accepted of its drafts with what the newest version would have accepted.
 
-    The level is right only at depth 1. Deeper drafts differ slightly from the engine's, which attend to keys
-    of depth 1 where the trainer's attend to those of the same depth: only their change over a run counts.
+    The values are exact only at depth 1. At greater depths the engine's drafts attend to keys of depth 1, but
+    the trainer's attend to keys of the same depth, so the drafts differ slightly. There only the change over
+    a run is meaningful.
 
     Args:
-        lines: [m, 4] of `verified`.
+        lines: [m, 4], the result of `verified`.
     Returns:
-        {} without a draft token of depth 1; no staleness_se for a single trajectory.
+        The metrics; {} without a draft token of depth 1. A single trajectory has no staleness_se.
     """
     first = lines[lines[:, 1] == 1]
     if not len(first):
@@ -305,13 +307,13 @@ def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
 
 
 def _gap(lines: np.ndarray) -> tuple[float, float]:
-    """Return observed minus expected acceptance of verified drafts, and its error by trajectory."""
+    """Return observed minus expected acceptance of verified drafts, and its error clustered by trajectory."""
     gaps = lines[:, 2] - lines[:, 3]
     return float(gaps.mean()), clustered_error(gaps, lines[:, 0]) / len(lines)
 
 
 def read_probes(run_dir: Path) -> list[tuple[dict[str, Any], list[ProbeTable]]]:
-    """Read head and tables of every probe of a run, in order; the first `fixed` tables are fixed contexts."""
+    """Read the head and tables of every probe of a run. The first head["fixed"] tables are fixed contexts."""
     probes = []
     for _, file in step_files(run_dir / FOLDER):
         lines, _ = read_jsonl(file)
@@ -321,7 +323,7 @@ def read_probes(run_dir: Path) -> list[tuple[dict[str, Any], list[ProbeTable]]]:
 
 
 def _columns(tables: Sequence[ProbeTable], name: str) -> list[np.ndarray]:
-    """Join a column of all contexts, an [n] array per depth."""
+    """Join a column over all contexts; return an array [n] for each depth."""
     filled = [table.values[name] for table in tables if len(table.positions)]
     return list(np.concatenate(filled).T) if filled else []
 
@@ -331,7 +333,7 @@ def _plain(column: np.ndarray) -> list[list[float | None]]:
 
 
 def _trajectory(item: Mapping[str, Any]) -> Trajectory:
-    """Read from a record the inputs of a probe: the tokens, and which of them were sampled."""
+    """Read the inputs of a probe from a record: the tokens, and which of them were sampled."""
     versions = np.repeat(*np.array(item["policy_versions"], np.int32).reshape(-1, 2).T)
     return Trajectory(
         trajectory_id=item["trajectory_id"],

@@ -1,7 +1,7 @@
-"""The table of problems that a finished run is searched for, except acceptance (that is `explanation`).
+"""Searches a finished run for known problems, except acceptance (see `explanation`).
 
-Owns the rules, their thresholds, messages and hints. A rule looks at the full run, after the fact, and
-reports only what is well beyond chance; `alarms` and `advice` are evaluated during the run.
+Owns the rules, their thresholds, messages and hints. A rule reads the records of the full run, and reports
+only problems that are well beyond chance. In contrast, `alarms` and `advice` are evaluated during the run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlpipe.diagnosis.regression import contrast, thirds
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
-MIN_STEPS = 24  # of a metric, for its change
-ENDS = 10  # steps that "at first" and "at the end" are means of
+MIN_STEPS = 24  # smallest number of values from which a metric's change is computed
+ENDS = 10  # number of steps that are averaged for "at first" and "at the end"
 REWARD = "critic/rewards/mean"
 LOST = (
     "rollout_worker_died",
@@ -34,10 +34,10 @@ LOST = (
 class Finding:
     """One conclusion about a run.
 
-    name: of the cause.
+    name: name of the cause.
     text: the conclusion with its numbers.
-    hint: the setting to change; "" for none.
-    sure: the data leave no other conclusion.
+    hint: the setting to change; "" if there is none.
+    sure: whether the data allow no other conclusion.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Finding:
 class Problem:
     """A row of `PROBLEMS`.
 
-    find: returns the text of the finding; None where the run does not have the problem.
-    hint: what to set.
-    sure: whether the data leave no other conclusion.
+    find: returns the text of the finding; None if the run does not have the problem.
+    hint: the setting to change.
+    sure: returns whether the data allow no other conclusion.
     """
 
     name: str
@@ -62,23 +62,23 @@ class Problem:
 
 
 def problems_of(run: RunData) -> Iterator[Finding]:
-    """Yield every problem of the table that the run has, in the order of the table."""
+    """Yield every problem in `PROBLEMS` that the run has, in the order of the table."""
     for problem in PROBLEMS:
         if text := problem.find(run):
             yield Finding(name=problem.name, text=text, hint=problem.hint, sure=problem.sure(run))
 
 
-# --- what the rules read ---------------------------------------------------------------------------
+# --- values that the rules read --------------------------------------------------------------------
 
 
 def change_of(run: RunData, name: str) -> Interval | None:
-    """Return a metric's last third minus its first; None below 24 values."""
+    """Return the mean of a metric's last third minus that of its first; None for fewer than 24 values."""
     values = np.array(run.series(name)[1])
     return contrast(values, thirds(len(values))) if len(values) >= MIN_STEPS else None
 
 
 def ends_of(run: RunData, name: str) -> tuple[float, float] | None:
-    """Return a metric's means over the first and the last steps; None below two values."""
+    """Return a metric's means over the first and the last steps; None for fewer than two values."""
     values = run.series(name)[1]
     count = min(ENDS, len(values) // 2)
     return (fmean(values[:count]), fmean(values[-count:])) if count else None
@@ -94,7 +94,7 @@ def late(run: RunData, name: str) -> float:
 
 
 def _disk_full(run: RunData) -> str | None:
-    """Report a disk that was full during the run."""
+    """Report if the disk was full during the run."""
     full = [
         e for e in run.events if e.get("kind") == "disk_full" or "No space left" in str(e.get("error", ""))
     ]
@@ -115,7 +115,7 @@ def _dying_processes(run: RunData) -> str | None:
 
 
 def _broken_environment(run: RunData) -> str | None:
-    """Report that a tenth of the attempts or more were masked."""
+    """Report if at least a tenth of the attempts were masked."""
     share = fmean(run.series("env/masked_share")[1] or [0.0])
     if share < 0.1:
         return None
@@ -127,12 +127,12 @@ def _broken_environment(run: RunData) -> str | None:
 
 
 def _unstable_updates(run: RunData) -> str | None:
-    """Report skipped updates, or large gradients with a falling reward."""
+    """Report skipped updates, or large gradients together with a falling reward."""
     norms, skipped = run.series("actor/grad_norm")[1], sum(run.series("actor/skipped_steps")[1])
     usual = median(norms) if norms else 0.0
     spikes = sum(norm > 10 * usual for norm in norms) if usual else 0
 
-    # Large gradients are a problem only where the reward fell as well.
+    # Large gradients are a problem only if the reward also fell.
     reward = change_of(run, REWARD)
     fell = reward is not None and reward.high < 0
     if skipped < 3 and not (spikes >= 3 and fell):
@@ -154,7 +154,7 @@ def _reward_hacking(run: RunData) -> str | None:
 
 
 def _held_out_left_behind(run: RunData) -> str | None:
-    """Report a training reward that rises beyond chance while the held-out one does not follow."""
+    """Report if the training reward rises beyond chance, but the held-out reward does not."""
     train = change_of(run, REWARD)
     held_out = next((s.change for s in held_out_sets(run) if s.change is not None), None)
     if _reward_hacking(run) or train is None or held_out is None:
@@ -187,16 +187,16 @@ def _mostly_solved(run: RunData) -> bool:
 
 
 def _majority(run: RunData) -> bool:
-    """Return whether more than half of the last groups were all solved, or none solved."""
+    """Return whether more than half of the last groups were solved in all attempts, or in none."""
     return max(late(run, "env/solve_all"), late(run, "env/solve_none")) > 0.5
 
 
 def _entropy_collapse(run: RunData) -> str | None:
-    """Report an entropy that fell to a fifth without a gain of reward."""
+    """Report if the entropy fell to a fifth without a gain of reward."""
     entropy, reward = ends_of(run, "rollout/entropy"), change_of(run, REWARD)
     if entropy is None or entropy[1] > 0.2 * entropy[0]:
         return None
-    # A policy that gains, or solves nearly everything, may be certain.
+    # Low entropy is no problem if the reward rises, or if the policy solves nearly everything.
     if reward is None or reward.low > 0 or late(run, REWARD) > 0.9:
         return None
     return (

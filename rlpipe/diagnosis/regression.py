@@ -1,15 +1,17 @@
 """Slopes and changes of means, with intervals, from short series that are noisy and correlated.
 
-Owns the statistics that need arrays, independent of acceptance. Each kind of data has its own error estimate:
+Owns the statistics that need arrays; independent of acceptance. Each kind of data needs a different error
+estimate:
 
-    robust_slope         a series in order of time with a few wild values    Huber's error, inflated for AR(1)
-    instrumented_slope   a series whose regressor is measured with noise     inverted test, maybe unbounded
+    robust_slope         a series in order of time with a few outliers       Huber's error, inflated for AR(1)
+    instrumented_slope   a series with a regressor measured with noise       inverted test, maybe unbounded
     cross_section        contexts of several trajectories, in no order       clustered by trajectory (CR1)
     contrast             a weighted sum of a series in order of time         AR(1) about a smooth drift
 
-Residuals of `instrumented_slope` and `contrast` are taken as AR(1) around a cubic in time. Their correlation
-is corrected for its bias in short series and raised by one standard error. Every estimate is linear in the
-residuals, so its variance w'Rw is exact for that correlation. Quantiles are Student's.
+Residuals of `instrumented_slope` and `contrast` are assumed to be AR(1) around a cubic in time. Their
+estimated correlation is corrected for its bias in short series, and increased by one standard error. Every
+estimate is linear in the residuals, so its variance w'Rw is exact for that correlation. Quantiles are
+Student's.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import numpy as np
 
 from rlpipe.metrics.statistics import Estimate, Interval, cr1_error, t_quantile
 
-HUBER = 1.345  # residuals beyond this many scales are pulled in; 95% efficient for normal noise
-MAX_SERIES_CORRELATION = 0.9  # of the lag-1 correlation that widens the error of a robust slope or a mean
-DRIFT_DEGREE = 3  # of the polynomial of time that residuals vary about
-MAX_RESIDUAL_CORRELATION = 0.95  # of residuals about that polynomial
+HUBER = 1.345  # residuals larger than this many scales get less weight; 95% efficient for normal noise
+MAX_SERIES_CORRELATION = 0.9  # bound of the lag-1 correlation in the error of a robust slope or a mean
+DRIFT_DEGREE = 3  # degree of the polynomial in time that describes drift
+MAX_RESIDUAL_CORRELATION = 0.95  # bound of the correlation of residuals from that polynomial
 
 
 def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: float = 0.99) -> Estimate:
@@ -31,15 +33,15 @@ def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: flo
 
         minimise sum_t rho((y_t - a - slope x_t - c t) / s),   s = 1.4826 median |residual| (rescaled)
 
-    The error is Huber's times (1 + r_x r_e) / (1 - r_x r_e), the inflation for two AR(1) series; r are the
-    lag-1 autocorrelations of x (without trend) and of the residuals.
+    The error is Huber's error times (1 + r_x r_e) / (1 - r_x r_e), the inflation for two AR(1) series. r_x
+    and r_e are the lag-1 autocorrelations of x (without trend) and of the residuals.
 
     Args:
         x, y: [n] in order of time, n >= 6.
         trend: fit c t as well, so that a cause that grows with time is not mistaken for an effect of x.
-        level: of the interval.
+        level: confidence level of the interval.
     Raises:
-        ValueError: for fewer than 6 points, or an x that does not vary.
+        ValueError: there are fewer than 6 points, or x does not vary.
     Source: Huber, Robust Statistics (1981), Eq. 7.6.6.
 
     >>> x = np.arange(8.0) % 3
@@ -50,7 +52,7 @@ def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: flo
     if n < 6 or len(y) != n:
         raise ValueError(f"a slope needs 6 points or more and as many of x as of y, got {n} and {len(y)}.")
 
-    # Only the part of x that intercept and trend leave identifies the slope.
+    # Only the part of x that intercept and trend do not explain identifies the slope.
     time = np.linspace(-1, 1, n)
     nuisance = np.stack([np.ones(n), time], 1) if trend else np.ones((n, 1))
     x_residual = x - nuisance @ np.linalg.lstsq(nuisance, x, rcond=None)[0]
@@ -120,9 +122,9 @@ def error_of_mean(values: np.ndarray, *, fitted: int = 1) -> float:
 
     Args:
         values: [n] residuals e.
-        fitted: parameters that were fitted to get them.
+        fitted: number of parameters that were fitted to obtain the residuals.
     Returns:
-        The error; nan when n <= fitted.
+        The error; nan if n <= fitted.
     """
     n = len(values)
     if n <= fitted:
@@ -133,7 +135,7 @@ def error_of_mean(values: np.ndarray, *, fitted: int = 1) -> float:
 
 
 def detrended(values: np.ndarray) -> np.ndarray:
-    """Return a series without its straight line over time; below 3 points, without its mean."""
+    """Subtract a straight line over time from a series; with fewer than 3 points, subtract the mean."""
     degree = 1 if len(values) > 2 else 0
     time = np.arange(len(values))
     return values - np.polyval(np.polyfit(time, values, degree), time)
@@ -146,7 +148,7 @@ def clustered_error(residuals: np.ndarray, clusters: np.ndarray) -> float:
         residuals: [n].
         clusters: [n] labels.
     Returns:
-        The error (`cr1_error`); nan for one cluster.
+        The error (`cr1_error`); nan for a single cluster.
     """
     labels, members = np.unique(clusters, return_inverse=True)
     sums = np.bincount(members, weights=residuals)
@@ -157,13 +159,14 @@ def cross_section(y: np.ndarray, x: np.ndarray, clusters: np.ndarray, *, level: 
     """Estimate the slope of y on x by least squares over clustered points.
 
     Args:
-        y, x: [n]; for acceptance and entropy of contexts at one version, no drift exists between points. The
-            slope is then per *token* (contexts of high entropy against those of low), which need not equal
-            the slope between steps.
-        clusters: [n] labels, the trajectory of each context.
-        level: of the interval.
+        y, x: [n], such as acceptance and entropy of contexts at one version, without drift between points.
+        The
+            slope then compares *tokens* (contexts of high and low entropy), and need not equal the slope
+            between steps.
+        clusters: [n] labels, such as the trajectory of each context.
+        level: confidence level of the interval.
     Raises:
-        ValueError: for fewer than 3 clusters, or an x that does not vary.
+        ValueError: there are fewer than 3 clusters, or x does not vary.
     """
     groups = len(np.unique(clusters))
     centred = x - x.mean()
@@ -183,19 +186,19 @@ def cross_section(y: np.ndarray, x: np.ndarray, clusters: np.ndarray, *, level: 
 def instrumented_slope(
     y: np.ndarray, x: np.ndarray, instrument: np.ndarray | None = None, *, early: int, level: float
 ) -> Interval:
-    """Estimate the slope of y on x over the first steps, with a linear trend, where x has errors.
+    """Estimate the slope of y on x over the first steps, with a linear trend, if x is measured with errors.
 
-    The interval inverts the test of each candidate slope b, so it covers the slope even where x hardly moves:
+    The interval inverts the test of each candidate slope b, so it is valid even if x hardly varies:
 
         {b : (z'(y - b x))^2 <= t^2 z'Rz s^2(b)},   z: the instrument, R: correlations of the residuals
 
     Args:
-        y, x: [n] in order of time. All n steps determine the correlation of the residuals.
-        instrument: [n] a second measurement of x with independent errors; None: x itself, which has none.
-        early: number of first steps that the slope is fitted over.
-        level: of the interval.
+        y, x: [n] in order of time. All n steps are used to estimate the correlation of the residuals.
+        instrument: [n], a second measurement of x with independent errors; None if x has no errors.
+        early: number of first steps over which the slope is fitted.
+        level: confidence level of the interval.
     Returns:
-        The slope; unbounded where x hardly moves.
+        The slope; its interval is unbounded if x hardly varies.
     Source: Anderson and Rubin (1949), Fieller (1954).
     """
     basis = _polynomials(early, 1)
@@ -209,7 +212,7 @@ def instrumented_slope(
     correlation, _ = _residual_noise(y - slope * x)
     lags = _lag_correlations(early, correlation)
 
-    # A correlated series varies less about its trend than an independent one.
+    # A correlated series varies less about its trend than an independent series.
     freedom = early - float(np.sum(basis * (lags @ basis)))
     q = float(z_early @ lags @ z_early) * t_quantile((1 + level) / 2, early - 3) ** 2 / freedom
     low, high = _nonpositive_range(
@@ -221,7 +224,7 @@ def instrumented_slope(
 
 
 def _nonpositive_range(square: float, half_linear: float, constant: float) -> tuple[float, float]:
-    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line if that is no interval."""
+    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line if this is not an interval."""
     if square <= 0:
         return -inf, inf
     root = sqrt(max(0.0, half_linear * half_linear - square * constant))
@@ -234,9 +237,10 @@ def contrast(series: np.ndarray, weights: np.ndarray, *, level: float = 0.95) ->
     Args:
         series: [n] in order of time.
         weights: [n].
-        level: of the interval.
+        level: confidence level of the interval.
     Returns:
-        weights'series; the quantile is Student's at the effective number of independent values.
+        The estimate of weights'series. The interval uses Student's quantile for the effective number of
+        independent values.
     """
     n = len(series)
     correlation, variance = _residual_noise(series)
@@ -248,17 +252,17 @@ def contrast(series: np.ndarray, weights: np.ndarray, *, level: float = 0.95) ->
 
 
 def change_between(first: np.ndarray, last: np.ndarray, *, level: float) -> Interval:
-    """Estimate the mean of one span of a series minus that of an earlier one, whatever lies between them.
+    """Estimate the mean of one span of a series minus the mean of an earlier span.
 
-    Errors are about a line in each span. Their correlation is that of both together, corrected for the lines
-    and raised by a standard error, as in `contrast`.
+    Errors are residuals from a straight line in each span. Their correlation is estimated from both spans,
+    corrected for the fitted lines, and increased by one standard error, as in `contrast`.
 
     Args:
-        first, last: [m], [n] in order of time, three values or more.
-        level: of the interval.
+        first, last: [m], [n] in order of time, with at least three values.
+        level: confidence level of the interval.
     """
     residuals = detrended(first), detrended(last)
-    n, lines = len(first) + len(last), 4  # two parameters a span
+    n, lines = len(first) + len(last), 4  # two parameters per span
     power = float(sum(r @ r for r in residuals))
     correlation = 0.0
     if power > 1e-24:
@@ -267,7 +271,7 @@ def change_between(first: np.ndarray, last: np.ndarray, *, level: float) -> Inte
         raised = unbiased + sqrt(max(0.0, 1 - min(1.0, unbiased**2)) / n)
         correlation = min(MAX_RESIDUAL_CORRELATION, max(0.0, raised))
 
-    # A correlated series varies less about its line than an independent one.
+    # A correlated series varies less about its line than an independent series.
     fitted = sum(_correlated_power(_polynomials(len(r), 1), correlation) for r in residuals)
     variance = power / max(1.0, n - fitted)
     of_means = sum(_correlated_power(np.full((len(r), 1), 1 / len(r)), correlation) for r in residuals)
@@ -279,14 +283,14 @@ def change_between(first: np.ndarray, last: np.ndarray, *, level: float) -> Inte
 
 
 def thirds(n: int) -> np.ndarray:
-    """Return the [n] weights of the mean of the last third minus that of the first, for `contrast`."""
+    """Return the weights [n] with which `contrast` computes the mean of the last third minus the first."""
     weights, third = np.zeros(n), max(2, n // 3)
     weights[:third], weights[n - third :] = -1 / third, 1 / third
     return weights
 
 
 def _residual_noise(series: np.ndarray) -> tuple[float, float]:
-    """Estimate AR(1) correlation, raised by a standard error, and variance about a cubic drift."""
+    """Estimate AR(1) correlation (increased by one standard error) and variance around a cubic drift."""
     n = len(series)
     basis = _polynomials(n, DRIFT_DEGREE)
     residuals = series - basis @ (basis.T @ series)
@@ -294,7 +298,7 @@ def _residual_noise(series: np.ndarray) -> tuple[float, float]:
     if power <= 1e-24:
         return 0.0, 0.0
 
-    # With fewer points the correlation cannot be estimated after subtracting the drift: assume the largest.
+    # With too few points the correlation cannot be estimated without the drift, so assume the largest.
     correlation = MAX_RESIDUAL_CORRELATION
     if n > DRIFT_DEGREE + 3:
         measured = float(residuals[1:] @ residuals[:-1]) / power
@@ -306,12 +310,12 @@ def _residual_noise(series: np.ndarray) -> tuple[float, float]:
 
 
 def _lag_correlations(n: int, correlation: float) -> np.ndarray:
-    """[n, n] correlations of an AR(1) series."""
+    """Return the correlation matrix [n, n] of an AR(1) series."""
     return correlation ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
 
 
 def _correlated_power(columns: np.ndarray, correlation: float) -> float:
-    """Sum w'Rw over columns w [n, m], R the correlations of an AR(1) series, in n log n operations."""
+    """Sum w'Rw over columns w [n, m] in n log n operations; R: correlation matrix of an AR(1) series."""
     n = len(columns)
     spectrum = np.fft.rfft(columns, 2 * n, axis=0)
     lagged = np.fft.irfft(np.abs(spectrum) ** 2, 2 * n, axis=0)[:n].sum(1)  # sum_t w_t w_{t+k}, by lag k
@@ -321,5 +325,5 @@ def _correlated_power(columns: np.ndarray, correlation: float) -> float:
 
 
 def _polynomials(n: int, degree: int) -> np.ndarray:
-    """[n, degree + 1] orthonormal polynomials of time."""
+    """Return orthonormal polynomials of time, [n, degree + 1]."""
     return np.linalg.qr(np.vander(np.linspace(-1, 1, n), degree + 1))[0]

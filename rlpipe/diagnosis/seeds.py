@@ -1,7 +1,8 @@
-"""Groups compared runs into arms: the seeds of one configuration, named by the settings that differ.
+"""Groups the compared runs into arms. An arm is the seeds of one configuration.
 
-Owns which runs belong together and the records of an arm, which are means over its seeds. The intervals of an
-arm are over seeds (Student's t), because a run is one sample: it does not show the result of another seed.
+Owns the grouping of runs, the names of arms (the settings that differ) and the records of an arm (means over
+its seeds). The intervals of an arm are over seeds (Student's t), because a run is only one sample of its
+configuration.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from rlpipe.metrics.runs import RunData, flat_settings
 from rlpipe.metrics.statistics import Z95, Estimate, Interval, t_quantile
 
 SEED = "run.seed"
-SAME = ("run.dir", "metrics.")  # a run's path and what it records: no difference between arms
+SAME = ("run.dir", "metrics.")  # settings that do not distinguish arms
 
 
 def differing(runs: Sequence[RunData]) -> dict[str, list[str]]:
-    """Return the settings that are not the same in all runs, with the value of each run ("–": absent)."""
+    """Return the settings that differ between runs, with the value in each run ("–": absent)."""
     flat = [flat_settings(run.settings) for run in runs]
     values = {name: [str(f.get(name, "–")) for f in flat] for name in sorted(set().union(*flat))}
     return {name: row for name, row in values.items() if name != "run.dir" and len(set(row)) > 1}
 
 
 def name_by_settings(runs: Sequence[RunData]) -> None:
-    """Name the runs of a sweep, whose directories are numbers, by the settings that differ."""
+    """Name the runs of a sweep (with numbered directories) by the settings that differ."""
     texts = _texts(runs, {n: row for n, row in differing(runs).items() if not n.startswith(SAME)})
     for run, text in zip(runs, texts, strict=True):
         if run.name.isdecimal() and text:
@@ -38,8 +39,8 @@ def name_by_settings(runs: Sequence[RunData]) -> None:
 def pool_seeds(runs: Sequence[RunData]) -> list[RunData]:
     """Return the arms of a comparison: runs that differ only in run.seed become one arm, their mean.
 
-    Runs with the same seed stay separate, since they are not independent; so do those that ended before their
-    first step, which have nothing to average.
+    Runs with the same seed stay separate, because they are not independent. Runs without a finished step also
+    stay separate, because they have no values to average.
     """
     by_settings: dict[str, list[RunData]] = {}
     for run in runs:
@@ -53,7 +54,7 @@ def pool_seeds(runs: Sequence[RunData]) -> list[RunData]:
         seeds = [flat_settings(run.settings).get(SEED) for run in group]
         groups += [group] if len(set(seeds)) == len(group) else [[run] for run in group]
 
-    # An arm has the name of its settings; a single run keeps its own name.
+    # An arm is named by its settings; a single run keeps its name.
     first = [group[0] for group in groups]
     between = {n: row for n, row in differing(first).items() if n != SEED and not n.startswith(SAME)}
     texts = _texts(first, between)
@@ -74,14 +75,14 @@ def over_seeds(values: Sequence[float]) -> Interval:
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
-    """Return the mean of `one` minus that of `other`, each of two seeds or more; 95% interval of Welch."""
+    """Return mean(one) - mean(other) with Welch's 95% interval; each needs at least two seeds."""
     a, b = (stdev(values) ** 2 / len(values) for values in (one, other))
     freedom = (a + b) ** 2 / (a * a / (len(one) - 1) + b * b / (len(other) - 1)) if a + b else 1.0
     return Estimate(value=fmean(one) - fmean(other), se=sqrt(a + b), df=freedom).interval
 
 
 def _texts(runs: Sequence[RunData], rows: dict[str, list[str]]) -> list[str]:
-    """Return "key=value" of every run; the last part of a key where that is unique."""
+    """Return "key=value" texts for every run; a key is shortened to its last part if this is unique."""
     tails = [name.rpartition(".")[2] for name in rows]
     keys = [tail if tails.count(tail) == 1 else name for name, tail in zip(rows, tails, strict=True)]
     return [
@@ -91,12 +92,12 @@ def _texts(runs: Sequence[RunData], rows: dict[str, list[str]]) -> list[str]:
 
 
 def _mean_of(runs: list[RunData], name: str) -> RunData:
-    """Return the arm: at every step the means of the values that all seeds observed."""
+    """Return the arm of these runs; at every step it has the means of the metrics that all seeds observed."""
     by_step = [{record[STEP]: record for record in run.records} for run in runs]
     shared = sorted(set.intersection(*map(set, by_step)))
     records = [_mean_record([steps[step] for steps in by_step]) for step in shared]
 
-    # The directory above the runs: an arm has no rollouts or probes of its own.
+    # Use the parent directory of the runs, because an arm has no rollouts or probes.
     return replace(
         runs[0], path=runs[0].path.parent, name=name, records=records, events=[], trajectories=[], seeds=runs
     )
@@ -113,7 +114,7 @@ def _mean_record(records: list[dict[str, Any]]) -> dict[str, Any]:
             counts = [sum(bins) for bins in zip(*(value["counts"] for value in values), strict=True)]
             mean[name] = {"edges": values[0]["edges"], "counts": counts}
 
-    # An error bar of 1.96 of these is the interval over seeds.
+    # With this scale, 1.96 standard errors are the half width of the interval over seeds.
     scale = t_quantile(0.975, len(records) - 1) / Z95 / sqrt(len(records))
     for name in mean:
         if name.endswith("_se") and (measured := name.removesuffix("_se")) in mean:

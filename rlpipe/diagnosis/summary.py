@@ -1,7 +1,7 @@
-"""The summary of a run: its result, its bottleneck, why acceptance moved, and which settings to change.
+"""Summarizes a run: its result, its bottleneck, why acceptance changed, and which settings to change.
 
 Owns the lines and their order. Flow: RunData -> `summarize` -> lines for the top of the report and for
-`rlpipe analyse`; `problems` has the table of possible problems, `explanation` the statement on acceptance.
+`rlpipe analyse`. `problems` has the table of possible problems, and `explanation` explains acceptance.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlpipe.diagnosis.problems import REWARD, Finding, change_of, ends_of, late,
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
-EXPLAINED = ("stale_draft", "stale_engine")  # advice on acceptance: `explanation` makes that statement
+EXPLAINED = ("stale_draft", "stale_engine")  # advice on acceptance, which `explanation` covers
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Summary:
-    """lines: (label, sentence), in order. findings: the conclusions behind them, the sure ones first."""
+    """lines: (label, sentence), in order. findings: the conclusions they report, certain ones first."""
 
     lines: list[tuple[str, str]]
     findings: list[Finding]
@@ -42,7 +42,7 @@ class Summary:
 
 
 def summarize(run: RunData) -> Summary:
-    """Summarize a run; without records, only its events enter."""
+    """Summarize a run; without records, use only its events."""
     problems = list(problems_of(run))
     bound, cause = _bound(run), explain_acceptance(run)
     findings = [*problems, *(f for f in (bound if bound and bound.hint else None, cause) if f)]
@@ -57,7 +57,7 @@ def summarize(run: RunData) -> Summary:
     lines.append(("Why acceptance moved", _acceptance(run, cause)))
     lines += [("Problem" if f.sure else "Look at", f.text) for f in problems]
 
-    # The explanation has a hint for acceptance already; the same advice is not repeated.
+    # The explanation already has a hint for acceptance, so the same advice is left out.
     advice = advise_run(run)
     changes = [f.hint for f in findings if f.hint]
     changes += [text for name, text in advice.items() if name not in EXPLAINED]
@@ -86,7 +86,7 @@ def _reward(run: RunData) -> str:
 
 
 def _held_out(held_out: HeldOut) -> str:
-    """State how a held-out reward changed, with its intervals."""
+    """State how a held-out reward changed, with intervals."""
 
     def reading(value: Interval, step: int) -> str:
         return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}] at step {step}"
@@ -117,7 +117,7 @@ def _throughput(run: RunData) -> str:
 
 
 def _changed(run: RunData) -> str:
-    """Name the settings that differ since a resume; gamma changes the meaning of rates of all depths."""
+    """Name the settings that changed at a resume; a change of gamma changes the meaning of overall rates."""
     changes, changed = [], {}
     for event in run.events:
         if event.get("kind") == "start":
@@ -160,7 +160,7 @@ PHASE_HINTS = {
 
 
 def _bound(run: RunData) -> Finding | None:
-    """Find the largest phase of a step; where it waits for rollouts, the slow engine or environment."""
+    """Find the longest phase of a step. If this is waiting for rollouts, find what is slow."""
     step_seconds = sum(run.series("timing_s/step")[1])
     if not step_seconds:
         return None
@@ -177,13 +177,14 @@ def _bound(run: RunData) -> Finding | None:
 
 
 def _bound_by_generation(run: RunData, share: float) -> Finding:
-    """Decide whether engines or environments are slow, where waiting for rollouts is `share` of the step."""
+    """Decide whether engines or environments are slow. share: of the step's time that waits for rollouts."""
     waiting = f"the trainer waits for rollouts, {share:.0%} of the step's time"
     engine, env = (late(run, f"perf/utilisation/{role}") for role in ("rollout", "env"))
     in_environment, attempt = (late(run, f"timing_s/{part}") for part in ("sandbox", "gen"))
 
     if engine < 0.5 and env > max(0.6, engine) and in_environment > 0.5 * attempt:
-        # Upper bound: engines that never idle would shorten only the wait for rollouts.
+        # This gain is an upper bound, because engines that never idle would shorten only the wait for
+        # rollouts.
         gain = 1 / (1 - share * (1 - engine)) - 1
         return Finding(
             name="slow_environment",

@@ -1,13 +1,13 @@
-"""The kind of text that a sampled token belongs to: tool call, code or prose.
+"""Classifies sampled tokens by the kind of text: tool call, code or prose.
 
 Owns the rule, which needs only the text:
 
-    tool_call   text that an agent's environment executes: between <tool_call> or <function=...> tags, a
-                fenced block in a shell's name; the full turn where the environment executes all of it
+    tool_call   text that an agent's environment executes: text between <tool_call> or <function=...> tags, a
+                fenced block with a shell's name, or the full turn if the environment executes all of it
     code        any other fenced block, and the body of a here-document within a tool call
     prose       everything else: reasoning, answers, and the token that ends the turn
 
-Marks (tags, fences) belong to the text that they enclose; an unclosed mark lasts until the end of the turn. A
+Marks (tags, fences) belong to the text that they enclose. An unclosed mark extends to the end of the turn. A
 token has the class of its first character.
 """
 
@@ -38,7 +38,7 @@ _SPECIAL = re.compile(r"<\|[^|>\s]*\|>|</s>|<eos>|<end_of_turn>")
 
 
 def text_classes(text: str, *, plain_commands: bool = False) -> list[TokenClass]:
-    """Classify every character of a turn; plain_commands: the full turn is the command.
+    """Classify every character of a turn. plain_commands: whether the full turn is a command.
 
     >>> [c.value for c in text_classes("a```py```")][::4]
     ['prose', 'code', 'code']
@@ -65,7 +65,8 @@ def token_classes(record: Mapping[str, Any], *, plain_commands: bool = False) ->
     """Classify every token of a recorded rollout (docs/run_directory.md).
 
     Returns:
-        One class per token; None where it was not sampled, and everywhere in a record without `token_texts`.
+        One class per token; None for tokens that were not sampled, and for all tokens of a record without
+        `token_texts`.
     """
     texts = record.get("token_texts")
     by_token: list[TokenClass | None] = [None] * len(record["tokens"])
@@ -83,7 +84,7 @@ def token_classes(record: Mapping[str, Any], *, plain_commands: bool = False) ->
 
 
 def sampled_spans(record: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return [begin, end) of every generated turn of a record, in order."""
+    """Return the token span [begin, end) of every generated turn of a record, in order."""
     spans: list[tuple[int, int]] = []
     start = 0
     for version, count in record["policy_versions"]:
