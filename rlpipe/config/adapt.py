@@ -1,7 +1,7 @@
 """Settings of pre-RL adaptation: the training data of the draft, and the sets that measure its acceptance.
 
-Owns the fields and their checks. The objective, learning rate and clip are those of `draft`, the number of
-steps is `run.steps`. Imports no torch.
+Owns the fields and their checks. `draft` has the objective, learning rate and gradient clip, and `run.steps`
+is the number of steps. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ class AdaptConfig:
     """mtp, the checkpoint's MTP layer, or eagle3, a separate draft model (settings: `eagle3`)."""
 
     data: str = ""
-    """JSONL of conversations to train on; empty: the model's own rollouts on the prompts of `env`."""
+    """JSONL file of conversations to train on; empty: the model's rollouts on the prompts of `env`."""
 
     rollouts: str = ""
-    """File that stores the model's own rollouts, so that none is sampled twice; empty: rollouts.jsonl in the
-    run directory. Runs on one backbone may share it."""
+    """File that stores the model's rollouts, so that none is sampled twice; empty: rollouts.jsonl in the run
+    directory. Runs with the same backbone may share the file."""
 
     prompts: int = 512
-    """Prompts of the model's own rollouts."""
+    """Number of prompts for the model's rollouts."""
 
     samples: int = 4
-    """Trajectories of each prompt."""
+    """Number of trajectories for each prompt."""
 
     batch: int = 32
-    """Trajectories of an optimizer step."""
+    """Number of trajectories in an optimizer step."""
 
     warmup: float = 0.03
     """Share of the steps in which the learning rate rises linearly; afterwards it is constant (Bebop §6.1:
     0.03)."""
 
     context_weight: float = 0.0
-    """Weight, 0..1, of tokens that the model did not write (prompt, tool output); those it wrote have weight
-    1. Engines draft only what the model writes, and 0 trains for exactly that. Other text biases hard labels,
-    and objectives that are exact only for the model's own tokens refuse it."""
+    """Weight (0..1) of tokens that the model did not generate (prompt, tool output); generated tokens have
+    weight 1. Engines draft only tokens that the model generates, and 0 trains only on these. Other tokens
+    bias hard labels, and are refused by objectives that are exact only for tokens of the model."""
 
     in_domain: list[str] = field(default_factory=list)
-    """In-domain held-out sets: an environment (`swe`: all its held-out sets), one set of it
-    (`swe.held_families`), or a JSONL file of conversations, of which the last assistant turns are generated.
-    Empty: the held-out sets of `env`."""
+    """In-domain held-out sets. An entry is an environment (`swe`: all its held-out sets), one of its sets
+    (`swe.held_families`), or a JSONL file of conversations (the model then generates their last assistant
+    turns). Empty: the held-out sets of `env`."""
 
     out_of_domain: list[str] = field(default_factory=list)
     """Out-of-domain held-out sets, in the same form."""
 
     eval_modes: list[str] = field(default_factory=_both)
-    """Verification rules to generate under."""
+    """Verification rules with which the model generates in evaluations."""
 
     eval_every: int = 0
-    """Steps between evaluations; 0: none between the first and the last."""
+    """Steps between evaluations; 0: no evaluations between the first and the last one."""
 
     eval_first: bool = True
     """Evaluate before the first step."""
 
     eval_prompts: int = 80
     """Number of prompts of each held-out set, after the first `eval_offset`; 0: all. The model's answers to
-    them are sampled once, without drafts; every evaluation computes how many of their tokens would be
-    accepted as drafts."""
+    these prompts are sampled once, without drafts. Every evaluation computes how many tokens of the answers
+    would be accepted as drafts."""
 
     eval_generated: int = 24
-    """Number of these prompts, the first ones, that are generated with the draft after the last step, under
-    each of `eval_modes`; 0: all. They are generated in every evaluation if expectations cannot be computed:
-    for a draft with a separate directory, or with draft.depths below spec.gamma."""
+    """Number of these prompts (the first ones) for which answers are generated with the draft after the last
+    step, under each of `eval_modes`; 0: all. They are generated in every evaluation if expected acceptance
+    cannot be computed: for a draft with a separate directory, or with draft.depths below spec.gamma."""
 
     eval_offset: int = 0
     """Number of prompts to skip at the start of each held-out set."""
 
     eval_samples: int = 2
-    """Samples of each prompt."""
+    """Number of samples for each prompt."""
 
     def __post_init__(self) -> None:
         self.drafter = Drafter(self.drafter)
@@ -108,16 +108,16 @@ class AdaptConfig:
         return [(entry, True) for entry in inside] + [(entry, False) for entry in self.out_of_domain]
 
     def environments(self, env: EnvConfig) -> list[EnvName]:
-        """Return the environments to generate in, the one of the rollouts first.
+        """Return the environments in which to generate, with the environment of the rollouts first.
 
-        Raises ValueError for an entry that is neither an environment, a set of one, nor a JSONL file.
+        Raises ValueError for an entry that is not an environment, a set of an environment, or a JSONL file.
 
         >>> AdaptConfig(out_of_domain=["reasoning"]).environments(EnvConfig())
         [<EnvName.SWE: 'swe'>, <EnvName.REASONING: 'reasoning'>]
         """
         known = [name.value for name in EnvName]
 
-        # Training data from a file needs no environment; the held-out sets may still name some.
+        # Training data from a file needs no environment, but the held-out sets may name environments.
         names = [] if self.data else [env.name]
         for entry, _ in self.domains(env):
             name = entry.split(".")[0]

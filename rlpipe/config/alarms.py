@@ -1,4 +1,4 @@
-"""The rules of alarms; docs/alarms.md explains each, `rlpipe.diagnosis.alarms` applies them. No torch."""
+"""Alarm rules, which docs/alarms.md explains and `rlpipe.diagnosis.alarms` applies. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AlarmTest(Choice):
     DROP = "drop"  # value < threshold * median of the run's first `over` values
     DECLINE = "decline"  # value < median of the run's first `over` values - threshold
     FALL = "fall"  # value < threshold * the run's highest value so far
-    DIVERGE = "diverge"  # grew by more than threshold since the metric `against` was last at its best
+    DIVERGE = "diverge"  # value grew by more than threshold since the metric `against` had its highest value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class AlarmRule:
     """See `AlarmTest`."""
 
     over: int = 10
-    """Number of values that a median is computed from."""
+    """Number of values from which a median is computed."""
 
     patience: int = 1
     """Number of successive observations that must fail before the alarm is raised."""
@@ -46,7 +46,7 @@ class AlarmRule:
     """The other metric of test=diverge."""
 
     enabled: bool = True
-    """False silences the rule."""
+    """False disables the rule."""
 
     def __post_init__(self) -> None:
         self.test = AlarmTest(self.test)
@@ -66,12 +66,12 @@ class AlarmRule:
 
 
 def _rule(metric: str, test: AlarmTest, threshold: float, **options: int | str) -> AlarmRule:
-    """Return a rule, from positional arguments so that each fits one line of the table."""
+    """Return a rule; positional arguments, so that each rule fits in one line of the table."""
     return AlarmRule(metric=metric, test=test, threshold=threshold, **options)
 
 
 def default_rules() -> dict[str, AlarmRule]:
-    """Return the default alarms by name; each has a section in docs/alarms.md."""
+    """Return the default alarm rules by name; docs/alarms.md has a section for each."""
     above, below, spike = AlarmTest.ABOVE, AlarmTest.BELOW, AlarmTest.SPIKE
     rise, drop, fall = AlarmTest.RISE, AlarmTest.DROP, AlarmTest.FALL
     stale = "training/off_policy/trajectory_staleness/mean"
@@ -106,13 +106,14 @@ def default_rules() -> dict[str, AlarmRule]:
 
 @dataclass(slots=True, kw_only=True)
 class AdviceConfig:
-    """Advice that a run derives from its metrics."""
+    """Settings of the advice that a run derives from its metrics."""
 
     enabled: bool = True
     """Write advice in plain text (events of kind `advice`)."""
 
     draft_cost: float = 0.1
-    """Cost of one draft pass in plain decode steps, for advice on gamma; `scripts/bench` measures it."""
+    """Cost of one draft pass, in decode steps without drafts, for advice on gamma. `scripts/bench` measures
+    it."""
 
     def __post_init__(self) -> None:
         remedy = "it is the time of a draft pass over that of a decode step, e.g. 0.1"
@@ -124,14 +125,14 @@ class AlarmsConfig:
     """The alarms of a run and their rules."""
 
     enabled: bool = True
-    """False silences all alarms."""
+    """False disables all alarms."""
 
     stall_minutes: float = 30.0
     """Minutes without a finished step after which the alarm `stall` is raised; 0: never. The first step may
     take three times as long."""
 
     rules: dict[str, AlarmRule] = field(default_factory=default_rules)
-    """Rules by name: `metrics.alarms.rules.policy_kl.threshold=0.5`."""
+    """Rules by name; for example `metrics.alarms.rules.policy_kl.threshold=0.5` changes a threshold."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics.alarms", "stall_minutes", remedy="0 is never")

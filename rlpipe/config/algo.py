@@ -1,7 +1,7 @@
-"""The RL algorithm: advantage, policy loss, correction. Names are verl's. Imports no torch.
+"""Settings of the RL algorithm: advantage, policy loss, correction. Names are verl's. Imports no torch.
 
-`advantage` and `policy_loss` name entries of verl's registries or functions of the user, so they are strings;
-the trainer refuses an unknown one at launch and lists what is registered.
+`advantage` and `policy_loss` are strings, because they name entries of verl's registries or a user's
+functions. The trainer refuses an unknown name at launch and lists the registered names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from rlpipe.config.user_code import absolute
 
 
 class LossAgg(Choice):
-    """How token losses are aggregated into one number; all are normalised over the global batch.
+    """How token losses are aggregated into one number; all rules normalise over the global batch.
 
-    GRPO of Bebop Eq. 3 is SEQ_MEAN_TOKEN_MEAN, 1/G sum_i 1/|y_i| sum_t. The default differs, because in that
-    formula a token of a long answer weighs less than one of a short answer (DAPO, arXiv 2503.14476).
+    GRPO in Bebop Eq. 3 is SEQ_MEAN_TOKEN_MEAN, 1/G sum_i 1/|y_i| sum_t. The default differs, because in that
+    formula a token has less weight in a long answer than in a short answer (DAPO, arXiv 2503.14476).
     """
 
     TOKEN_MEAN = "token-mean"
@@ -28,14 +28,14 @@ class LossAgg(Choice):
 
 
 class Credit(Choice):
-    """The reward that the tokens of a turn are credited with; see `rlpipe.algo.advantage`."""
+    """The reward with which the tokens of a turn are credited; see `rlpipe.algo.advantage`."""
 
-    EPISODE = "episode"  # the reward of the whole trajectory
-    TURN = "turn"  # the rewards of this turn and the later ones
+    EPISODE = "episode"  # the reward of the full trajectory
+    TURN = "turn"  # the sum of the rewards of this turn and all later turns
 
 
 class KlKind(Choice):
-    """Estimator of KL(policy || reference) per token; `_PLUS` has the unbiased gradient of k2."""
+    """Estimator of KL(policy || reference) per token; K3_PLUS has k2's gradient, which is unbiased."""
 
     K1 = "k1"
     K2 = "k2"
@@ -47,13 +47,13 @@ class KlKind(Choice):
 class Correction(Choice):
     """How the loss corrects for tokens that another policy sampled. r = pi_trainer / pi_rollout."""
 
-    NONE = "none"  # metrics only
-    TIS_TOKEN = "tis_token"  # truncated importance sampling: weight min(r, C) of each token
-    TIS_SEQUENCE = "tis_sequence"  # the same for the product of the ratios of a trajectory
-    ICEPOP = "icepop"  # weight r where it is between two bounds, else 0
-    OBRS = "obrs"  # tokens accepted with probability min(1, r / lam), then reweighted (Jackpot)
-    OBRS_MASK = "obrs_mask"  # the same rejection without weights, which is biased (Jackpot Tables 6, 7)
-    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection, which is biased as well
+    NONE = "none"  # no correction, only metrics
+    TIS_TOKEN = "tis_token"  # truncated importance sampling: each token has weight min(r, C)
+    TIS_SEQUENCE = "tis_sequence"  # the same with the product of the ratios of a trajectory
+    ICEPOP = "icepop"  # weight r if it is between two bounds, else 0
+    OBRS = "obrs"  # accepts tokens with probability min(1, r / lam), then reweights them (Jackpot)
+    OBRS_MASK = "obrs_mask"  # the rejection of obrs without its weights; biased (Jackpot Tables 6, 7)
+    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection; also biased
     USER = "user"  # a user's correction, named by algo.user_correction
 
     @property
@@ -63,18 +63,18 @@ class Correction(Choice):
 
 
 class Proximal(Choice):
-    """The policy in the denominator of PPO's ratio, which the weights of the correction lead to."""
+    """The proximal policy: the denominator of PPO's ratio. A correction weighs tokens relative to it."""
 
-    START = "start"  # the trainer at the start of the batch: decoupled PPO where a correction weighs tokens
-    CURRENT = "current"  # the current trainer, detached: the clip never acts (Jackpot App. 10.1)
-    ROLLOUT = "rollout"  # the policy that sampled: coupled PPO, whose ratio needs no weights
+    START = "start"  # the policy at the start of the batch: decoupled PPO if a correction weighs tokens
+    CURRENT = "current"  # the current policy, detached: the clip has no effect (Jackpot App. 10.1)
+    ROLLOUT = "rollout"  # the policy that sampled: coupled PPO, which needs no weights
 
 
 class MaskRule(Choice):
-    """Which tokens are masked, judged by verl's estimators of the divergence between rollout and trainer.
+    """Which tokens are masked, based on verl's estimators of the divergence between rollout and trainer.
 
-    Per token, or per trajectory by sum, mean or maximum over its tokens. With x = log r: k1 is -x and has
-    two bounds, k2 = x^2 / 2 and k3 = e^x - 1 - x have one.
+    The estimate is per token, or per trajectory by sum, mean or maximum over its tokens. With x = log r, k1
+    is -x and has two bounds; k2 = x^2 / 2 and k3 = e^x - 1 - x have one bound.
     """
 
     NONE = "none"
@@ -92,42 +92,42 @@ class MaskRule(Choice):
 
 
 class ObrsTarget(Choice):
-    """The policy that the accepted tokens are reweighted towards."""
+    """The target policy to which the accepted tokens are reweighted."""
 
     CURRENT = "current"  # the policy being updated
-    REFERENCE = "reference"  # the proximal policy; the same with one optimizer step in a batch
+    REFERENCE = "reference"  # the proximal policy; equals the current one if a batch has one optimizer step
 
 
 class ObrsNormalizer(Choice):
-    """How the share Z of accepted probability is computed."""
+    """How the normaliser Z, the accepted probability mass, is computed."""
 
-    TOPK = "topk"  # sum over the candidates (the paper's): never too large
-    TOPK_TAIL = "topk_tail"  # plus a bound on all other tokens: never too small, 1 for equal policies
-    EXACT = "exact"  # sum over the full vocabulary from the engine: a check, V numbers for each token
+    TOPK = "topk"  # sum over the candidates (as in the paper); never too large
+    TOPK_TAIL = "topk_tail"  # this sum plus a bound for other tokens; never too small, 1 for equal policies
+    EXACT = "exact"  # sum over the full vocabulary; for checks, because engines send V numbers for each token
 
 
 class ObrsCalibration(Choice):
-    """The reference for kappa, the batch factor of the normalisers; the exact normaliser needs none."""
+    """What calibrates kappa, a common factor of the normalisers in a batch; `exact` needs no calibration."""
 
     NONE = "none"
-    ACCEPTED = "accepted"  # share of tokens accepted (the paper's)
-    PROBABILITY = "probability"  # mean acceptance probability: the same expectation, less noise
+    ACCEPTED = "accepted"  # share of accepted tokens (as in the paper)
+    PROBABILITY = "probability"  # mean acceptance probability; has the same expectation with less noise
 
 
 @dataclass(slots=True, kw_only=True)
 class ObrsConfig:
-    """Optimal budgeted rejection sampling, for correction=obrs."""
+    """Settings of optimal budgeted rejection sampling, for correction=obrs."""
 
     lam: float = 1.0
-    """Lambda of the acceptance min(1, p / (lam q)). With 1 all tokens are accepted if the policies are equal.
-    With more, even equal policies lose tokens, and the distribution of accepted tokens comes closer to the
-    target."""
+    """Lambda in the acceptance probability min(1, p / (lam q)). With 1, all tokens are accepted if the
+    policies are equal. With larger values, tokens are rejected even then, and the distribution of accepted
+    tokens is closer to the target."""
 
     c1: float = 3.0
     """Bound of the weight Z max(lam, p / q)."""
 
     c2: float = 3.0
-    """Bound of p_proximal / p_target, which is 1 unless the target is the current policy and a batch has
+    """Bound of p_proximal / p_target. This ratio is 1 unless the target is the current policy and a batch has
     several optimizer steps."""
 
     top_k: int = 20
@@ -154,16 +154,16 @@ class AlgoConfig:
     """Settings of the algorithm; the defaults are GRPO."""
 
     advantage: str = "grpo"
-    """A verl advantage estimator, or a function of the user: path/to/file.py:NAME or module:NAME."""
+    """A verl advantage estimator, or a user's function: path/to/file.py:NAME or module:NAME."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation (false: Dr. GRPO); only the grpo family uses this setting."""
+    """Divide by the group's standard deviation (false: Dr. GRPO). Only the grpo family uses this setting."""
 
     credit: Credit = Credit.EPISODE
-    """See `Credit`; `turn` is for environments that reward steps."""
+    """See `Credit`; `turn` is for environments that reward single turns."""
 
     policy_loss: str = "vanilla"
-    """A verl policy loss, or a function of the user; both in `rlpipe.algo.user_functions`."""
+    """A verl policy loss, or a user's function; see `rlpipe.algo.user_functions`."""
 
     clip_low: float = 0.2
     """Clip the ratio to at least 1 - clip_low."""
@@ -178,13 +178,13 @@ class AlgoConfig:
     """See `LossAgg`."""
 
     loss_scale_factor: int | None = None
-    """Divisor of seq-mean-token-sum-norm, in tokens; required there, ignored otherwise."""
+    """Divisor of seq-mean-token-sum-norm, in tokens; required for it, ignored otherwise."""
 
     kl_coef: float = 0.0
-    """Weight of the KL penalty to the start weights; 0: no reference is kept in memory."""
+    """Weight of the KL penalty relative to the initial policy; with 0, no reference policy is in memory."""
 
     kl_kind: KlKind = KlKind.K3
-    """Estimator of that penalty; see `KlKind`."""
+    """Estimator of the KL penalty; see `KlKind`."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -193,7 +193,7 @@ class AlgoConfig:
     """See `Correction`."""
 
     correction_threshold: float = 2.0
-    """C of TIS, and the upper bound of IcePop."""
+    """The bound C of TIS, or the upper bound of IcePop."""
 
     correction_low: float = 0.5
     """Lower bound of IcePop."""
@@ -209,25 +209,25 @@ class AlgoConfig:
     """Mask applied on top of any correction; see `MaskRule`."""
 
     mask_high: float | None = None
-    """Bound of the mask's statistic; for k1 the upper bound of pi_rollout / pi_trainer."""
+    """Upper bound of the mask's statistic; for k1, the upper bound of pi_rollout / pi_trainer."""
 
     mask_low: float | None = None
-    """Lower bound of pi_rollout / pi_trainer for k1; default 1 / mask_high."""
+    """For k1, the lower bound of pi_rollout / pi_trainer; by default 1 / mask_high."""
 
     obrs: ObrsConfig = field(default_factory=ObrsConfig)
     """Settings of correction=obrs."""
 
     ppo_epochs: int = 1
-    """Passes over a batch."""
+    """Number of passes over a batch."""
 
     minibatches: int = 1
-    """Optimizer steps in each pass."""
+    """Number of optimizer steps in each pass."""
 
     skip_zero_advantage: bool = True
-    """Leave out trajectories whose advantages are all 0. With a loss that is linear in the advantage and has
-    neither KL nor entropy term their gradient is 0, so this saves their compute and changes only which tokens
-    actor/entropy and rollout_corr/* are measured on. Their tokens still count in the loss normalisation.
-    Ignored when kl_coef or entropy_coef is not 0."""
+    """Leave out trajectories with only zero advantages. If the loss is linear in the advantage and has no KL
+    or entropy term, their gradient is 0. So this saves compute, and changes only the tokens on which
+    actor/entropy and rollout_corr/* are measured. Their tokens still count in the loss normalisation. Ignored
+    if kl_coef or entropy_coef is not 0."""
 
     def __post_init__(self) -> None:
         self.correction, self.credit = Correction(self.correction), Credit(self.credit)
@@ -273,7 +273,7 @@ class AlgoConfig:
         self._check_mask()
 
     def _check_mask(self) -> None:
-        """Refuse bounds that are missing or do not fit the mask's statistic. Raises ValueError."""
+        """Refuse missing bounds, and bounds that do not fit the mask's statistic. Raises ValueError."""
         if self.mask is MaskRule.NONE:
             if self.mask_high is not None or self.mask_low is not None:
                 raise ValueError(
@@ -306,13 +306,13 @@ class AlgoConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps per batch."""
+        """Number of optimizer steps per batch."""
         return self.ppo_epochs * self.minibatches
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether the trainer scores a batch before its first optimizer step, which takes a forward pass.
+        """Whether the trainer needs a forward pass over a batch before its first optimizer step.
 
-        With a single step, the logprobs of that step serve for this.
+        With a single optimizer step it is not needed, because that step's forward pass computes the logprobs.
         """
         return self.proximal is Proximal.START and self.optimizer_steps > 1

@@ -1,7 +1,7 @@
 """Enums with values that users type: `spec.mode=rejection`, not `spec.mode=REJECTION`.
 
-OmegaConf reads and prints enums by member name; a `Choice` is read and printed by its value. Member
-names stay constants for code (`SpecMode.REJECTION`).
+OmegaConf reads and prints enums by member name, but a `Choice` by its value. Code uses the member names as
+constants (`SpecMode.REJECTION`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class _ByValue(enum.EnumMeta):
 
     @property
     def __members__(cls) -> dict[str, enum.Enum]:
-        """Return the members by value, which error messages list."""
+        """Return the members by their values, so that error messages list the values."""
         return {member.value: member for member in cls}
 
     def __getitem__(cls, name: str) -> enum.Enum:
-        """Return the member of that value, or of that name, which OmegaConf and pickles use."""
+        """Return the member with this value, or with this member name (for OmegaConf and pickles)."""
         try:
             return cls(name)
         except ValueError:

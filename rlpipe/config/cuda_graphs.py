@@ -1,7 +1,7 @@
 """Batch sizes for which an SGLang server captures CUDA graphs.
 
-The rule is SGLang 0.5.23's (arg_groups/cuda_graph_hook.py); on GPUs below 90 GB it stops at 256 with fewer
-than four ranks. Larger batches run without graphs.
+The rule is SGLang 0.5.23's (arg_groups/cuda_graph_hook.py). On GPUs below 90 GB with fewer than four ranks,
+the largest size is 256. Larger batches run without graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ LARGEST = 512
 
 
 def captured_batches(max_running: int, *, drafts: bool) -> list[int]:
-    """Return the sizes, ascending. drafts: whether the server speculates.
+    """Return the batch sizes in ascending order. drafts: whether the server speculates.
 
     >>> captured_batches(20, drafts=True)
     [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20]

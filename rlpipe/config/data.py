@@ -12,32 +12,32 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least
 from rlpipe.config.user_code import absolute
 
-SPLIT_PREFIX = "split:"  # data.held_out=split:test is another split of the data set of data.train
+SPLIT_PREFIX = "split:"  # data.held_out=split:test names another split of the data set in data.train
 
 
 class DataFormat(Choice):
     """How a data set is stored."""
 
-    AUTO = "auto"  # by its name
-    JSONL = "jsonl"  # an object per line; .gz too
-    JSON = "json"  # a list of objects; .gz too
-    CSV = "csv"  # names of columns in the first line; .gz too
+    AUTO = "auto"  # recognised by the name
+    JSONL = "jsonl"  # an object per line; also .gz
+    JSON = "json"  # a list of objects; also .gz
+    CSV = "csv"  # the first line has the names of columns; also .gz
     PARQUET = "parquet"
     HUGGING_FACE = "hf"  # a folder, or an id on the Hugging Face hub, read by the library `datasets`
 
 
 @dataclass(slots=True, kw_only=True)
 class DataConfig:
-    """The data set of the environment `function`: a row is a prompt, with whatever its reward needs."""
+    """The data set of the environment `function`. Each row has a prompt and the data for its reward."""
 
     train: str = ""
-    """Rows to train on: a file (.jsonl, .json, .csv, .parquet), a folder that `datasets` reads or has saved,
-    or an id on the Hugging Face hub such as openai/gsm8k."""
+    """Rows to train on: a file (.jsonl, .json, .csv, .parquet), a folder that the library `datasets` can
+    read, or an id on the Hugging Face hub such as openai/gsm8k."""
 
     held_out: Any = None
-    """Rows to validate on, which are never trained on: a file, folder or id as `train`; `split:NAME`, another
-    split of the same data set; or a share of the rows of `train`, such as 0.1. By default a tenth of them, at
-    most 1000."""
+    """Rows to validate on, which are never trained on: a file, folder or id as in `train`; `split:NAME`,
+    another split of the same data set; or a share of the rows of `train`, such as 0.1. By default this is a
+    tenth of these rows, but at most 1000."""
 
     format: DataFormat = DataFormat.AUTO
     """See `DataFormat`."""
@@ -49,37 +49,37 @@ class DataConfig:
     """Subset (configuration) of a Hugging Face data set."""
 
     prompt: str = ""
-    """Column of the prompt: a text, or a list of chat messages. Empty: the first column that exists of
+    """Column of the prompt, which is a text or a list of chat messages. Empty: the first existing column of
     prompt, question, problem, instruction, query, input, messages."""
 
     answer: str = ""
-    """Column of the right answer. Empty: the first column that exists of answer, ground_truth, solution,
-    target, label, expected; or verl's reward_model.ground_truth."""
+    """Column of the right answer. Empty: the first existing column of answer, ground_truth, solution, target,
+    label, expected; or verl's reward_model.ground_truth."""
 
     template: str = ""
-    """How the prompt is made from columns: a text such as 'Question: {question}', a file with such a text
-    (.txt, .md), or a function of the row, file.py:NAME, that returns text or messages."""
+    """How the prompt is created from columns: a text such as 'Question: {question}', a file with such a text
+    (.txt, .md), or a function of the row (file.py:NAME) that returns a text or messages."""
 
     system: str = ""
     """System message in front of every prompt."""
 
     filter: str = ""
-    """A function of a row that returns whether the row is used, as file.py:NAME."""
+    """A function (file.py:NAME) that receives a row and returns whether it is used."""
 
     limit: int = 0
-    """Number of rows of `train` to use, held-out ones included; 0: all."""
+    """Number of rows of `train` to use, including held-out rows; 0: all."""
 
     shuffle: bool = True
-    """Shuffle the rows before `limit` and the held-out share are applied. (In each epoch of training,
-    run.seed determines the order of prompts in any case.)"""
+    """Shuffle the rows before `limit` and the held-out share are applied. (The order of prompts in each
+    training epoch depends only on run.seed.)"""
 
     seed: int = 0
     """Seed of this shuffling. It is separate from run.seed, so that runs with several seeds have the same
     held-out set."""
 
     max_prompt_tokens: int = 0
-    """Rows with longer prompts are dropped and counted. 0: drop those that leave no room in
-    rollout.max_context for rollout.max_new_tokens."""
+    """Rows with longer prompts are dropped and counted. 0: drop rows if prompt and rollout.max_new_tokens
+    together exceed rollout.max_context."""
 
     def __post_init__(self) -> None:
         self.format = DataFormat(self.format)
@@ -94,7 +94,7 @@ class DataConfig:
             )
 
     def _check_disjoint(self) -> None:
-        """Refuse to validate on the rows that are trained on. Raises ValueError."""
+        """Refuse to validate on rows that are trained on. Raises ValueError."""
         same_split = self.held_out_name == f"{SPLIT_PREFIX}{self.split}"
         if self.held_out_name and (same_split or self._path(self.held_out_name) == self._path(self.train)):
             raise ValueError(
@@ -108,17 +108,17 @@ class DataConfig:
 
     @property
     def share(self) -> float | None:
-        """Share of the rows that is held out; None by default, or if held-out rows are a separate set."""
+        """Share of held-out rows; None by default, or if the held-out rows are a separate data set."""
         return self.held_out if isinstance(self.held_out, float) else None
 
     @property
     def held_out_name(self) -> str:
-        """The held-out data set; empty when it is a share of the rows of `train`."""
+        """Name of the held-out data set; empty if it is a share of the rows of `train`."""
         return self.held_out if isinstance(self.held_out, str) else ""
 
 
 def _absolute_template(template: str) -> str:
-    """Return a template with the path of a function's file, if it is one, made absolute."""
+    """Return the template; if it names a function's file, make the path absolute."""
     return template if "{" in template else absolute(template)
 
 
@@ -138,7 +138,7 @@ def _held_out(value: Any) -> float | str | None:
 
 @dataclass(slots=True, kw_only=True)
 class Weighted:
-    """The name of a reward function, its weight in the sum, and the options that it is called with."""
+    """Name of a reward function, its weight in the sum, and the options with which it is called."""
 
     name: str
     weight: float = 1.0
@@ -166,7 +166,7 @@ def weighted_rewards(setting: Any) -> list[Weighted]:
 
 
 def _weighted(name: str, value: Any) -> Weighted:
-    """Return one entry of a mapping, whose value is a weight, or `weight` with options of the function."""
+    """Return one reward. value: a weight, or a mapping with `weight` and options of the function."""
     options = dict(value) if isinstance(value, Mapping) else {}
     weight = options.pop("weight", 1.0) if isinstance(value, Mapping) else value
 
@@ -181,7 +181,7 @@ def _weighted(name: str, value: Any) -> Weighted:
 
 @dataclass(slots=True, kw_only=True)
 class FunctionTask:
-    """The environment `function`; filled from the settings `data`, `reward` and `model.path`."""
+    """Inputs of the environment `function`, from the settings `data`, `reward` and `model.path`."""
 
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -189,4 +189,4 @@ class FunctionTask:
     """The setting `reward`."""
 
     model: str = ""
-    """Checkpoint with the tokenizer that counts tokens: `model.path`."""
+    """Checkpoint with the tokenizer that counts the tokens of prompts: `model.path`."""

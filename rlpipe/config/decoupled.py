@@ -19,13 +19,13 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 class DistillKl(Choice):
     """The divergence between policy p and actor q that the actor minimises."""
 
-    FORWARD = "forward"  # KL(p || q): Jackpot Eq. 7, where q has to cover p
-    REVERSE = "reverse"  # KL(q || p): q avoids what p does not generate
+    FORWARD = "forward"  # KL(p || q), Jackpot Eq. 7: q must cover p
+    REVERSE = "reverse"  # KL(q || p): q avoids tokens that p does not generate
 
 
 @dataclass(slots=True, kw_only=True)
 class DecoupledConfig:
-    """The actor: the model that generates, trained together with the policy from the same trajectories.
+    """The actor is the model that generates. It is trained with the policy, from the same trajectories.
 
     loss of the actor = ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)              Jackpot Eq. 8
     """
@@ -34,7 +34,7 @@ class DecoupledConfig:
     """Checkpoint directory of the actor, with the policy's tokenizer; empty: the policy itself generates."""
 
     ppo_coef: float = 1.0
-    """Weight of PPO on the actor's own tokens; 0: the actor learns only by distillation."""
+    """Weight of PPO on the actor's tokens; 0: the actor learns only by distillation."""
 
     distill_coef: float = 1.0
     """The paper's lambda_distill; 0: no distillation."""
@@ -43,20 +43,21 @@ class DecoupledConfig:
     """See `DistillKl`."""
 
     correction: Correction = Correction.TIS_TOKEN
-    """F of Eq. 6, for the actor's own staleness: none, tis_token, tis_sequence or icepop. The actor's clips,
-    loss and optimizer steps are those of `algo`."""
+    """F of Eq. 6, for the actor's staleness: none, tis_token, tis_sequence or icepop. The actor uses the
+    clips, loss and optimizer steps of `algo`."""
 
     correction_threshold: float = 2.0
-    """Threshold of that correction."""
+    """Threshold of the actor's correction."""
 
     lr: float = 1e-5
-    """Learning rate of the actor's optimizer. Settings that are not listed here are those of `trainer`."""
+    """Learning rate of the actor's optimizer. Settings that are not in this section are taken from
+    `trainer`."""
 
     min_lr: float = 0.0
     """Learning rate at the end of a decaying schedule."""
 
     warmup_steps: int = 0
-    """Optimizer steps in which the learning rate rises."""
+    """Number of optimizer steps in which the learning rate rises."""
 
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
     """See `LrSchedule`."""
@@ -79,7 +80,7 @@ class DecoupledConfig:
 
     @property
     def active(self) -> bool:
-        """Whether another model than the policy generates."""
+        """Whether a model other than the policy generates."""
         return bool(self.path)
 
     def trainer(self, policy: TrainerConfig) -> TrainerConfig:
@@ -94,7 +95,7 @@ class DecoupledConfig:
         )
 
     def algo(self, policy: AlgoConfig) -> AlgoConfig:
-        """Return the actor's PPO settings: the policy's with another correction, no mask or penalties."""
+        """Return the actor's PPO settings: the policy's with another correction, and no mask or penalties."""
         return replace(
             policy,
             correction=self.correction,
@@ -151,7 +152,7 @@ def _other_tokenizer(actor: Path, policy: Path) -> str:
     if not both:
         return f"none of {', '.join(_TOKENIZERS)} is in both directories"
 
-    # tokenizer.json contains everything; without it all files of the older formats must agree.
+    # tokenizer.json contains everything. Without it, all files of the older formats must be equal.
     for name in both[:1] if both[0] == "tokenizer.json" else both:
         texts = [(folder / name).read_bytes() for folder in (actor, policy)]
         if texts[0] == texts[1]:
@@ -162,5 +163,5 @@ def _other_tokenizer(actor: Path, policy: Path) -> str:
 
 
 def _meaning(text: bytes) -> dict[str, Any]:
-    """Return the content of a tokenizer.json without what its last caller set (padding, truncation)."""
+    """Return the content of a tokenizer.json without settings of its last use (padding, truncation)."""
     return {k: v for k, v in json.loads(text).items() if k not in ("padding", "truncation", "version")}

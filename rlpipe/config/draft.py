@@ -17,38 +17,38 @@ class DraftTrain(Choice):
     """Whether the draft model is trained during RL: the MTP layer, or the EAGLE-3 draft of spec.drafter."""
 
     OFF = "off"  # never updated; the embedding and head that it shares with the target still change
-    ONLINE = "online"  # co-trained on every RL batch, from the hidden states of the policy's own forward pass
+    ONLINE = "online"  # co-trained on every RL batch, from hidden states of the policy's forward pass
 
 
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
     """Objective and optimizer of the draft model, separate from the policy's."""
 
-    # A DraftTrain, but read as text, so that `read_train` can suggest a value in its error.
+    # The value is a DraftTrain, but its type is text, so that errors of `read_train` can suggest a value.
     train: str = DraftTrain.OFF.value
-    """Whether the draft learns during RL (off, online); mtp_adapt trains it in any case."""
+    """Whether the draft is trained during RL (off, online); task=mtp_adapt always trains it."""
 
     objective: DraftObjective = DraftObjective.E2E_TV
     """Objective of the draft, before and during RL."""
 
     anchors: AnchorWeighting = AnchorWeighting.UNIFORM
-    """See `AnchorWeighting`; not used on windows."""
+    """See `AnchorWeighting`; not used by objectives on windows."""
 
     depths: int = 3
-    """Number of draft tokens to train for; spec.gamma is best. If there are several MTP layers, each is
-    trained for its own depth, and the last one also for deeper ones."""
+    """Number of draft depths to train; spec.gamma is best. If there are several MTP layers, each is trained
+    for one depth, and the last one also for all greater depths."""
 
     interval: int = 1
-    """During RL, train the draft only in every n-th optimizer step; 1 in mtp_adapt."""
+    """During RL, train the draft only in every n-th optimizer step; must be 1 in mtp_adapt."""
 
     lr: float = 1e-4
-    """Learning rate of the draft, over its own updates."""
+    """Learning rate of the draft. Its schedule counts updates of the draft."""
 
     min_lr: float = 0.0
     """Learning rate at the end of a decaying schedule."""
 
     warmup_steps: int = 0
-    """Updates of the draft in which the learning rate rises."""
+    """Number of updates of the draft in which the learning rate rises."""
 
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
     """See `LrSchedule`."""
@@ -69,7 +69,7 @@ class DraftConfig:
 
     @property
     def online(self) -> bool:
-        """Whether the draft learns during RL."""
+        """Whether the draft is trained during RL."""
         return self.train is DraftTrain.ONLINE
 
     @property
@@ -79,14 +79,14 @@ class DraftConfig:
 
     @property
     def supervised(self) -> DraftObjective:
-        """The objective of the teacher-forced statistics."""
+        """The objective that the teacher-forced statistics report."""
         return DraftObjective.E2E_TV if self.windows else self.objective
 
     @property
     def own_tokens_only(self) -> dict[str, str]:
-        """The settings that are exact only for tokens that the target sampled, with a remedy for each.
+        """The settings that are exact only for tokens that the target sampled, with a hint for each.
 
-        In RL the policy sampled all tokens that are trained on; under staleness it was an earlier one.
+        In RL, the policy (with staleness, an earlier version) sampled all tokens that are trained on.
         """
         hints = {}
         if self.objective in EXACT_ON_OWN_TOKENS:
@@ -99,7 +99,7 @@ class DraftConfig:
 def read_train(value: str) -> DraftTrain:
     """Read the setting draft.train. YAML turns a bare `off` into false, so "False" means off too.
 
-    Raises ValueError for other values than off and online, with the replacement of earlier names.
+    Raises ValueError for values other than off and online; for an earlier name it states the replacement.
 
     >>> read_train("False") is read_train("off") is DraftTrain.OFF
     True

@@ -1,7 +1,8 @@
-"""The tokens that an MTP layer drafts among (`spec.draft_vocab`): the table's file, and its choice from data.
+"""The tokens that an MTP layer can draft (`spec.draft_vocab`): the table's file, and its choice from data.
 
-A draft over D frequent tokens uses D rows of the target's head instead of all V. All other tokens have q = 0:
-they are never drafted and come from the residual of verification, which stays lossless. Imports no torch.
+A draft over D frequent tokens uses D rows of the target's head instead of all V. All other tokens have q = 0,
+so they are never drafted. Verification samples them from the residual and is still lossless. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from rlpipe.models.checkpoint import DRAFT_VOCAB, read_json
 if TYPE_CHECKING:
     from rlpipe.config.spec import SpecConfig
 
-CHECKPOINT = "checkpoint"  # value of the setting: the table that comes with the model
+CHECKPOINT = "checkpoint"  # value of spec.draft_vocab: use the table that comes with the model
 
 
 def read_draft_vocab(spec: SpecConfig, model_path: str | Path, vocab: int) -> list[int] | None:
-    """Read the tokens that the MTP layer drafts among, ascending; None for all.
+    """Read the tokens that the MTP layer can draft, in ascending order; None if it can draft all tokens.
 
     Args:
         model_path: checkpoint with the MTP layer.
         vocab: size of its vocabulary.
 
     Raises:
-        ValueError: there is no table, or it is not one of this vocabulary.
+        ValueError: there is no table, or it does not fit this vocabulary.
     """
     if not spec.draft_vocab:
         return None
@@ -80,14 +81,14 @@ def write_table(file: Path, tokens: Iterable[int]) -> None:
 
 
 def choose_draft_vocab(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> list[int]:
-    """Choose the `size` most frequent tokens, ascending; of equally frequent ones, the first.
+    """Choose the `size` most frequent tokens, in ascending order; ties are resolved by the smaller id.
 
     Args:
         counts: [V], how often each token occurs.
         always: tokens that are chosen even if they are rare (special tokens), at most `size`.
 
     Raises:
-        ValueError: a size below 1 or above V, too small for `always`, or a token outside the vocabulary.
+        ValueError: size is below 1, above V or too small for `always`, or a token is outside the vocabulary.
 
     >>> choose_draft_vocab(np.array([0, 5, 2, 5, 2]), 3)
     [1, 2, 3]
@@ -103,7 +104,7 @@ def choose_draft_vocab(counts: np.ndarray, size: int, always: Iterable[int] = ()
     if forced and not 0 <= forced[0] <= forced[-1] < vocab:
         raise ValueError(f"Tokens {forced[0]} to {forced[-1]} are not all in a vocabulary of {vocab}.")
 
-    # A stable sort by falling frequency, with the forced tokens before all others.
+    # Sort (stably) by falling frequency, with the tokens of `always` before all others.
     rank = counts.astype(np.float64)
     rank[forced] = np.inf
     return np.sort(np.argsort(-rank, kind="stable")[:size]).tolist()

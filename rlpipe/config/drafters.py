@@ -1,4 +1,4 @@
-"""The drafters (`spec.drafter`), with the properties that settings and weights depend on.
+"""The drafters (`spec.drafter`), with the properties on which settings and weights depend.
 
 Owns names and data only. The functions of a drafter (guess, trainer, checks) are in `rlpipe.drafts.kinds`;
 its model in the embedded engine is a row of `rlpipe.rollout.embedded.drafters`. Imports no torch.
@@ -24,17 +24,17 @@ class ServedDraft:
     """Names of the weights of a draft model in an SGLang server, which the canary compares."""
 
     prefix: str
-    """Prefix of the names of its weights when they travel with the target's."""
+    """Prefix of the names of the draft's weights if they are sent together with the target's."""
 
     tables: Callable[[Family, HfConfig], Iterable[tuple[str, str, Iterable[Part]]]]
-    """(family and config.json of the target) -> rows of three entries: prefix of a module on the draft's
-    server, its prefix in the draft's checkpoint, and the module's weights."""
+    """Function of the target's family and config.json. Returns rows of three entries: prefix of a module on
+    the draft's server, its prefix in the draft's checkpoint, and the module's weights."""
 
     shared: tuple[Part, ...] = ()
-    """Tensors of the target that the draft holds too."""
+    """Tensors of the target that the draft has too."""
 
     fixed: tuple[str, ...] = ()
-    """Names of tensors that a server reads when it starts; they are never sent."""
+    """Names of tensors that a server reads only when it starts; they are never sent."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,20 +45,20 @@ class DrafterKind:
     """Name in reports and on the console."""
 
     has_model: bool = True
-    """Whether a model makes the drafts; otherwise they are looked up in the text."""
+    """Whether a model generates the drafts; otherwise they are looked up in the text."""
 
     has_directory: bool = False
-    """Whether that model has its own directory (`spec.draft_path`) and trainer; otherwise it is the
+    """Whether the draft model has a separate directory (`spec.draft_path`) and trainer; otherwise it is the
     checkpoint's MTP layer, which the policy's trainer trains."""
 
     reads_head: bool = False
-    """Whether it drafts with the target's head, of which `spec.draft_vocab` can choose rows."""
+    """Whether it drafts with the target's head; `spec.draft_vocab` can then select rows of this head."""
 
     sglang: str = ""
     """Value of SGLang's `--speculative-algorithm`; empty if SGLang cannot draft in this way."""
 
     served: ServedDraft | None = None
-    """Where an SGLang server keeps its weights."""
+    """Names of its weights in an SGLang server; None if they are not compared."""
 
 
 class Drafter(Choice):

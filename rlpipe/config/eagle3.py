@@ -1,7 +1,7 @@
 """EAGLE-3 draft models: settings, shapes, and the `config.json` that SGLang and vLLM read.
 
-Derives shapes from settings and `config.json`, and refuses a draft that does not fit its target. The weights
-are in `rlpipe.drafts.eagle3_model`. Imports no torch.
+Derives shapes from settings and `config.json`, and refuses a draft that does not fit its target. The model is
+in `rlpipe.drafts.eagle3_model`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlpipe.config.limits import at_least
 from rlpipe.models.rope import Rope, read_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-PREFIX = "eagle3."  # of the names of a draft's weights when they are sent with its target's
+PREFIX = "eagle3."  # prefix of the names of a draft's weights if they are sent together with its target's
 
 # Options of other EAGLE-3 exports that change the equations.
 REFUSED = ("bias", "attention_bias", "mlp_bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output")
@@ -28,15 +28,15 @@ class Eagle3Config:
     """The draft model that `adapt.drafter=eagle3` builds and trains."""
 
     layers: list[int] = field(default_factory=list)
-    """Layers of the target, counted from 0, whose outputs are fused; empty: a low, a middle and a high one
-    (see `default_layers`). One entry means no fusion; the number of layers minus 1 means only the top
+    """Layers of the target (counted from 0) with outputs that are fused; empty: a low, a middle and a high
+    layer (see `default_layers`). A single entry means no fusion; the number of layers minus 1 is the top
     layer."""
 
     draft_vocab: int = 0
-    """Number of tokens that the draft can propose, the most frequent ones of its training data; 0: all."""
+    """Number of tokens that the draft can propose: the most frequent tokens of its training data; 0: all."""
 
     start: str = ""
-    """Directory of a draft to train further, which determines layers and draft_vocab; empty: a new one."""
+    """Directory of a draft to train further, which determines layers and draft_vocab; empty: a new draft."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "eagle3", "draft_vocab", remedy="0 takes all tokens")
@@ -61,10 +61,10 @@ class Eagle3Shape:
     """Width of the MLP."""
 
     heads: int
-    """Attention heads."""
+    """Number of attention heads."""
 
     kv_heads: int
-    """Key and value heads."""
+    """Number of key and value heads."""
 
     head_dim: int
     """Width of one attention head."""
@@ -73,7 +73,7 @@ class Eagle3Shape:
     """Vocabulary size of the target."""
 
     draft_vocab: int
-    """Vocabulary size of the draft's own head."""
+    """Vocabulary size of the draft's head."""
 
     norm_eps: float
     """Epsilon of the norms."""
@@ -108,7 +108,7 @@ class Eagle3Shape:
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             shapes[f"midlayer.{name}.weight"] = (hidden,)
 
-        # Offsets from draft ids to target ids, and a mask of the target ids that the draft has.
+        # d2t has offsets from draft ids to target ids; t2d masks the target ids that the draft has.
         if self.reduced:
             shapes |= {"d2t": (self.draft_vocab,), "t2d": (self.vocab,)}
 
@@ -117,7 +117,8 @@ class Eagle3Shape:
     def hf_config(self) -> dict[str, Any]:
         """Return the contents of `config.json`.
 
-        SGLang names a layer by its number (in eagle_config), vLLM by the number of the next one (top level).
+        A layer is identified by its number for SGLang (in eagle_config), and by its number plus 1 for vLLM
+        (at the top level).
         """
         return {
             "architectures": [ARCHITECTURE],
@@ -149,7 +150,7 @@ class Eagle3Shape:
     def for_target(
         cls, target: Mapping[str, Any], layers: Sequence[int] = (), draft_vocab: int = 0
     ) -> Eagle3Shape:
-        """Return the shape of a draft for a model. target: contents of its `config.json`; see `Eagle3Config`.
+        """Return the shape of a draft for a target. target: contents of the target's `config.json`.
 
         Raises ValueError for layers that the target does not have, or a vocabulary larger than the target's.
         """
@@ -178,10 +179,10 @@ class Eagle3Shape:
 
 
 def default_layers(depth: int) -> tuple[int, ...]:
-    """Return the layers whose outputs are fused by default. depth: layers of the target.
+    """Return the layers with outputs that are fused by default. depth: number of layers of the target.
 
-    With twelve or more layers, these are the layers that EAGLE-3 and both servers use. With fewer: the first,
-    the middle and the last but one, which is the highest that SGLang captures.
+    With twelve or more layers, these are the layers that EAGLE-3 and both servers use. With fewer layers,
+    they are the first, the middle and the second to last layer (the highest one that SGLang captures).
 
     >>> default_layers(32), default_layers(8), default_layers(2)
     ((1, 15, 28), (0, 3, 6), (0,))
@@ -192,10 +193,10 @@ def default_layers(depth: int) -> tuple[int, ...]:
 
 
 def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3Shape:
-    """Read the shape of the draft in a directory. target: `config.json` of the model it drafts for.
+    """Read the shape of the draft in a directory. target: `config.json` of the draft's target model.
 
-    Raises ValueError for a path without a draft, a draft for a model of another size, or one with equations
-    that are not implemented.
+    Raises ValueError for a path without a draft, a draft for a model of another size, or a draft with
+    equations that are not implemented.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -212,7 +213,7 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
             "EAGLE-3 draft. Name the directory of one."
         )
 
-    # Options that change the equations.
+    # Refuse options that change the equations.
     other = {name: config[name] for name in REFUSED if config.get(name)}
     if int(config.get("num_hidden_layers", 1)) != 1:
         other["num_hidden_layers"] = config["num_hidden_layers"]
@@ -222,7 +223,7 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
     eagle = config.get("eagle_config") or {}
     layers = eagle.get("eagle_aux_hidden_state_layer_ids")
     if layers is None:
-        # SGLang's default: the inputs of layers 2, n / 2 and n - 3, which are outputs of those before.
+        # SGLang's default is the inputs of layers 2, n / 2 and n - 3, the outputs of the layers before these.
         depth = int(target["num_hidden_layers"])
         layers = (1, depth // 2 - 1, depth - 4)
     _check_layers(layers, int(target["num_hidden_layers"]), f"{named}: eagle_aux_hidden_state_layer_ids")
@@ -249,7 +250,7 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
 
 
 def _check_layers(layers: Sequence[int], depth: int, setting: str) -> None:
-    """Refuse layers that the target does not have, or that are named twice. Raises ValueError."""
+    """Refuse layers that the target does not have, or that occur twice. Raises ValueError."""
     if not layers or min(layers) < 0 or max(layers) >= depth or len(set(layers)) < len(layers):
         raise ValueError(
             f"{setting}={list(layers)} must name layers of the target, each once, between 0 and {depth - 1}."

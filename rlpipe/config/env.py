@@ -13,45 +13,45 @@ from rlpipe.config.limits import at_least, positive
 from rlpipe.config.mix import members_of
 from rlpipe.config.user_code import absolute, is_user_code
 
-INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one for each seed
+INDEX_STRIDE = 1_000_000  # distance of first indices of generated sets: held-out, then one set per seed
 
 
 class EnvName(Choice):
-    """The environment suite that a run generates in."""
+    """The environment suite in which a run generates."""
 
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
     TOOLS = "tools"  # questions answered with tools over several turns
-    GYMNASIUM = "gymnasium"  # Gymnasium's, as text
+    GYMNASIUM = "gymnasium"  # environments of Gymnasium, as text
     TEXTARENA = "textarena"  # games of TextArena
     VERIFIERS = "verifiers"  # tasksets and environments of verifiers 0.4
-    OPENENV = "openenv"  # behind an OpenEnv server
-    AGENT = "agent"  # a program of yours that talks to the model: `agent.run`, `data` and `reward`
+    OPENENV = "openenv"  # an environment on an OpenEnv server
+    AGENT = "agent"  # a user's program that sends requests to the model: `agent.run`, `data` and `reward`
     FUNCTION = "function"  # a data set and a reward function: `data` and `reward`
-    USER = "user"  # a user's suite, selected by naming it in env.suite
-    MIX = "mix"  # several of them, selected by env.mix
+    USER = "user"  # a user's suite, selected by env.suite
+    MIX = "mix"  # several environments, selected by env.mix
 
 
 class ActionMode(Choice):
-    """How a turn's text becomes a shell command."""
+    """How the text of a turn becomes a shell command."""
 
     PLAIN = "plain"  # the full text is the command
-    FENCED = "fenced"  # the one ```bash block in the text is the command
+    FENCED = "fenced"  # the only ```bash block in the text is the command
 
 
 class ToolParser(Choice):
     """The syntax of tool calls in a turn; see `rlpipe.envs.tools.parsers`."""
 
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    JSON = "json"  # the turn is one such object
+    JSON = "json"  # the turn is one object {"name": ..., "arguments": {...}}
     PYTHONIC = "pythonic"  # the turn is [name(argument=value)]
 
 
 class ToolSchema(Choice):
     """Where the model reads the schemas of its tools."""
 
-    TEMPLATE = "template"  # the chat template renders `tools`, as the model was trained
-    SYSTEM = "system"  # a system prompt of rlpipe's, for templates without tools
+    TEMPLATE = "template"  # the chat template renders `tools`, as in the model's training
+    SYSTEM = "system"  # a system prompt of rlpipe, for templates without tools
 
 
 class ToolName(Choice):
@@ -64,11 +64,11 @@ class ToolName(Choice):
 
 
 class SandboxBackend(Choice):
-    """The isolation of a command."""
+    """How a command is isolated."""
 
-    BUBBLEWRAP = "bubblewrap"  # namespaces on this machine; for instances that bring their files
+    BUBBLEWRAP = "bubblewrap"  # namespaces on this machine; for instances that contain their files
     DOCKER = "docker"  # one container for each episode; for instances that are stored in an image
-    SINGULARITY = "singularity"  # the same without a daemon
+    SINGULARITY = "singularity"  # as docker, but without a daemon
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,28 +79,28 @@ class SandboxConfig:
     """See `SandboxBackend`."""
 
     timeout_s: float = 10.0
-    """Wall-clock seconds."""
+    """Maximum wall-clock seconds."""
 
     cpu_s: int = 10
-    """CPU seconds of each process."""
+    """Maximum CPU seconds of each process."""
 
     memory_mb: int = 512
-    """Memory of each process, and of all processes together."""
+    """Maximum memory of each process, and of all processes together."""
 
     processes: int = 64
-    """Processes alive at once."""
+    """Maximum number of processes at once."""
 
     file_mb: int = 16
-    """Size of the largest file."""
+    """Maximum size of a file."""
 
     tree_mb: int = 64
-    """Total size of all files in the work tree and /tmp."""
+    """Maximum total size of all files in the work tree and /tmp."""
 
     tree_files: int = 2000
-    """Number of files in the work tree and /tmp."""
+    """Maximum number of files in the work tree and /tmp."""
 
     output_kb: int = 256
-    """Size of stdout and stderr together."""
+    """Maximum size of stdout and stderr together."""
 
     memo: bool = True
     """Reuse the outcome of the same command on the same file tree (bubblewrap only)."""
@@ -115,7 +115,7 @@ class SandboxConfig:
 
 
 def _check_sizes(settings: ReasoningConfig | ToolsConfig | EnvConfig, section: str) -> None:
-    """Refuse empty generated sets, and sizes at which the indices of two sets overlap. Raises ValueError."""
+    """Refuse empty generated sets, and sizes for which indices of two sets overlap. Raises ValueError."""
     at_least(1, settings, section, "train_size", "held_out_size")
     if max(settings.train_size, settings.held_out_size) > INDEX_STRIDE:
         raise ValueError(
@@ -126,10 +126,10 @@ def _check_sizes(settings: ReasoningConfig | ToolsConfig | EnvConfig, section: s
 
 @dataclass(slots=True, kw_only=True)
 class ReasoningConfig:
-    """Tasks of reasoning-gym."""
+    """Settings of the environment `reasoning`."""
 
     tasks: list[str] = field(default_factory=lambda: ["chain_sum", "basic_arithmetic", "gcd"])
-    """Names of datasets."""
+    """Names of reasoning-gym's data sets."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Parameters of reasoning-gym's data sets, by task: {chain_sum: {min_terms: 2, max_terms: 3}}."""
@@ -138,10 +138,10 @@ class ReasoningConfig:
     """Levels of reasoning-gym's curricula, in the order of training, such as [0, 2, 4]; empty: no levels."""
 
     train_size: int = 2000
-    """Training instances of each task, at each level."""
+    """Number of training instances of each task, at each level."""
 
     held_out_size: int = 100
-    """Held-out instances of each task, at each level."""
+    """Number of held-out instances of each task, at each level."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -170,19 +170,19 @@ class ToolsConfig:
     """Syntax in which calls are written."""
 
     schema: ToolSchema = ToolSchema.TEMPLATE
-    """Where the schemas of the tools are displayed."""
+    """Where the model reads the schemas of the tools; see `ToolSchema`."""
 
     families: list[str] = field(default_factory=lambda: ["value", "times", "sum", "difference"])
-    """Kinds of question in training and held_instances; see `rlpipe.envs.tools.generate`."""
+    """Kinds of questions in training and in held_instances; see `rlpipe.envs.tools.generate`."""
 
     max_calls: int = 4
     """Maximum number of calls in one turn that are executed."""
 
     train_size: int = 4000
-    """Training instances."""
+    """Number of training instances."""
 
     held_out_size: int = 200
-    """Instances of each held-out set."""
+    """Number of instances of each held-out set."""
 
     def __post_init__(self) -> None:
         self.names = [ToolName(name) for name in self.names]
@@ -211,14 +211,16 @@ class GymnasiumConfig:
     custom class, as module:Class or file.py:Class."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its constructor. With `render_mode: ansi` the model reads the environment's drawing
-    instead of the observation. Colours are removed, so it does not suit Taxi-v4, whose drawing needs them."""
+    """Arguments of the environment's constructor. With `render_mode: ansi` the model reads the environment's
+    drawing instead of the observation. Colours are removed, so it is not useful for Taxi-v4, which needs
+    them."""
 
     actions: list[str] = field(default_factory=list)
-    """Names of the actions of a Discrete space, in order; empty: names that are known, otherwise numbers."""
+    """Names of the actions of a Discrete space, in order; empty: rlpipe's names if it has some, else
+    numbers."""
 
     invalid_reward: float = 0.0
-    """Reward of a turn that names no action; 0 or negative."""
+    """Reward of a turn that names no valid action; 0 or negative."""
 
     def __post_init__(self) -> None:
         if self.invalid_reward > 0:
@@ -233,19 +235,20 @@ class TextArenaConfig:
     """Settings of the environment `textarena`."""
 
     id: str = ""
-    """Id of a game, such as GuessTheNumber-v0. Games with ids that end in -train add missing brackets to an
-    answer."""
+    """Id of a game, such as GuessTheNumber-v0. Games with an id that ends in -train add missing brackets to
+    answers."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the game's constructor."""
 
     opponent: str = ""
-    """The opponent in a game for two: "random" (any move that the game lists), or module:function, called
-    with (text, rng), where text is what that player sees. Empty in a game for one."""
+    """The opponent in a game for two: "random" (a random one of the moves that the game lists), or
+    module:function, which is called with (text, rng). Here text is what the opponent sees. Empty in a game
+    for one."""
 
     self_play: bool = False
-    """Train on games of the policy against itself: the attempts at an instance play each other in pairs. The
-    opponent plays in held-out games only."""
+    """Train on games of the policy against itself: the attempts at an instance play in pairs against each
+    other. The opponent plays only in held-out games."""
 
     def __post_init__(self) -> None:
         if self.self_play and not self.opponent:
@@ -267,7 +270,8 @@ class VerifiersConfig:
 
     env: str = ""
     """A verifiers `Env` with one agent that runs the tasks over several turns, as module:Class or
-    file.py:Class. Empty: that of the installed package if it has one, otherwise tasks of one answer."""
+    file.py:Class. Empty: the `Env` of the installed package if it has one; otherwise each task is one
+    turn."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -281,14 +285,14 @@ class OpenEnvConfig:
     """Arguments of the environment's `reset`; its `seed` is the instance."""
 
     action: str = ""
-    """The field of an action that an answer fills; empty: the only required one, or, if there are several,
-    answers are JSON."""
+    """The field of an action that an answer fills. Empty: the only required field; if several fields are
+    required, answers must be JSON."""
 
     observation: str = ""
-    """The field of an observation that the model reads; empty: the only one, or all of them as JSON."""
+    """The field of an observation that the model reads. Empty: the only field, or all fields as JSON."""
 
     timeout_s: float = 60.0
-    """Seconds that the server may take for one answer."""
+    """Maximum seconds in which the server must answer a request."""
 
     def __post_init__(self) -> None:
         positive(self, "env.openenv", "timeout_s")
@@ -299,18 +303,18 @@ class AgentConfig:
     """Settings of the environment `agent`."""
 
     run: str = ""
-    """The agent: a command line, which runs in the sandbox and gets OPENAI_BASE_URL, OPENAI_API_KEY and
-    RLPIPE_TASK (a JSON file); or, for code that you trust, a function of (base_url, api_key, task), as
-    file.py:NAME or module:NAME, plain or async. The command prints the answer, or the function returns it; if
-    there is none, it is the model's last turn."""
+    """The agent: a command line that runs in the sandbox, with the variables OPENAI_BASE_URL, OPENAI_API_KEY
+    and RLPIPE_TASK (path of a JSON file); or, for trusted code, a function of (base_url, api_key, task), as
+    file.py:NAME or module:NAME, sync or async. The command prints the answer, or the function returns it.
+    Without such an answer, the model's last turn is the answer."""
 
     files: list[str] = field(default_factory=list)
-    """Files and folders that a command needs in addition to those that its command line names; all of them
-    are in /agent."""
+    """Files and folders that a command needs besides the ones in its command line; in the sandbox, all of
+    them are in /agent."""
 
     host: str = "127.0.0.1"
-    """Address on which the endpoint listens. The default accepts only this machine; agents in containers or
-    on other machines need another address. Each attempt has a separate key."""
+    """Address on which the endpoint for agents listens. The default accepts only this machine; agents in
+    containers or on other machines need another address. Each attempt has a separate API key."""
 
     def __post_init__(self) -> None:
         if self.is_function:
@@ -319,7 +323,7 @@ class AgentConfig:
 
     @property
     def is_function(self) -> bool:
-        """Whether `run` names a function rather than a command."""
+        """Whether `run` names a function, and not a command."""
         return is_user_code(self.run) and len(self.run.split()) == 1
 
 
@@ -339,12 +343,12 @@ class EnvConfig:
     """SWE instances to train on: JSONL, or parquet as SWE-bench and SWE-Gym are published."""
 
     held_out_files: list[str] = field(default_factory=_shipped_held_out)
-    """Files of held-out SWE instances. A set is named by its file (without its ending); the first is the
-    primary one."""
+    """Files of held-out SWE instances. Each file is a set, named like the file without its ending; the first
+    set is the primary one."""
 
     repos: str = ""
-    """Folder with a git mirror of each repository, as OWNER/NAME.git. With `env.sandbox.backend=bubblewrap`,
-    which has no containers, instances without files are checked out of it into the sandbox."""
+    """Folder with a git mirror of each repository, as OWNER/NAME.git. `env.sandbox.backend=bubblewrap` has no
+    containers, so instances without files are checked out from this folder into the sandbox."""
 
     action_mode: ActionMode = ActionMode.PLAIN
     """See `ActionMode`."""
@@ -359,21 +363,21 @@ class EnvConfig:
     """Replaces the system prompt of the action mode (plain mode has none)."""
 
     test_command: str = "python {runner}"
-    """Command that starts an image's Python on its tests. `{runner}` becomes the grader's program; pytest
-    receives the arguments after it."""
+    """Command that runs the tests with the Python of an image. `{runner}` is replaced by the grader's
+    program; pytest receives the arguments after it."""
 
     test_timeout_s: float = 10.0
-    """Seconds for the complete test run."""
+    """Maximum seconds for the complete test run."""
 
     retries: int = 2
-    """Number of further attempts after a failure of the sandbox; then the trajectory is masked."""
+    """Number of further attempts after a failure of the sandbox; if all fail, the trajectory is masked."""
 
     threads: int = 2
-    """Number of commands that run at once in one rollout worker."""
+    """Number of commands that one rollout worker runs at once."""
 
     step_timeout_s: float = 600.0
-    """Seconds that one call of an episode (messages, step, finish, close) may take; 0 sets no limit. A call
-    that takes longer is a failure of the environment: the attempt is repeated, then masked."""
+    """Maximum seconds of one call of an episode (messages, step, finish, close); 0: no limit. A longer call
+    is a failure of the environment: the attempt is repeated, and masked if all `retries` fail."""
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of one command."""
@@ -400,27 +404,26 @@ class EnvConfig:
     """Settings of the environment `agent`."""
 
     suite: str = ""
-    """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class
-    with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module
-    is imported from the folder where the run was started, or as installed."""
+    """A user's environment that replaces `name`, as module:NAME or path/to/file.py:NAME. NAME is a class with
+    the methods `messages` and `step`, or a function NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A
+    module is imported from the folder where the run was started, or from the installed packages."""
 
     train_size: int = 1000
-    """Number of training instances, each a seed, of a class named by `suite` or of a library's
-    environment."""
+    """Number of training instances (seeds) of a class named by `suite`, or of a library's environment."""
 
     held_out_size: int = 100
     """Number of held-out instances of these environments, which training never uses."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Values for a user's suite, in any form that the suite understands."""
+    """Values for a user's suite, in any form that the suite reads."""
 
     function: FunctionTask = field(default_factory=FunctionTask, metadata={"omegaconf_ignore": True})
-    """Not a setting: `data` and `reward`, which `Config` puts here for the environments of data sets."""
+    """Not a setting: `Config` copies `data` and `reward` to this field, for environments of data sets."""
 
     mix: dict[str, Any] = field(default_factory=dict)
     """Environments to train on together, by name: {arith: {share: 0.5, name: reasoning, reasoning: {tasks:
-    [gcd]}}, files: {share: 0.5, suite: my_env.py:Files}}. Shares are shares of the prompts. A member may also
-    set any setting of `env`."""
+    [gcd]}}, files: {share: 0.5, suite: my_env.py:Files}}. `share` is the member's share of the prompts. A
+    member may set any setting of `env`."""
 
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)
@@ -471,7 +474,7 @@ class EnvConfig:
 
     @property
     def instance_files(self) -> list[str]:
-        """Files of SWE instances on this machine, with their right answers."""
+        """Files of SWE instances on this machine, which contain the right answers."""
         return [f for f in (self.train_file, *self.held_out_files) if not f.startswith("shipped:")]
 
     @property

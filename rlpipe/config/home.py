@@ -1,7 +1,7 @@
-"""Where libraries write their settings when the user has no writable home folder. Imports nothing heavy.
+"""Provides a temporary home folder for libraries if the user has no writable one. Imports nothing heavy.
 
-mini-swe-agent creates a folder there when it is imported, and W&B one for its files. Containers and batch
-systems often run as a user without a home.
+mini-swe-agent creates a folder in the home folder when it is imported, and W&B creates one for its files.
+Containers and batch systems often run as a user without a home folder.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FOLDERS = {
 
 
 def provide_home() -> None:
-    """Point the libraries that need a home folder to a temporary one if the user's cannot be written to.
+    """Set variables so that libraries use a temporary folder if the user's home folder is not writable.
 
-    Variables that are already set are not changed. Call this before those libraries are imported.
+    Variables that are already set are not changed. Call this before these libraries are imported.
     """
     if home_is_writable():
         return

@@ -1,4 +1,4 @@
-"""Injection of the failures of asynchronous RL at scale, each by a known amount. Imports no torch."""
+"""Settings that inject failures of asynchronous RL at scale, each by a known amount. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ class InjectionConfig:
     """Failures to inject, all off by default. They affect training rollouts only, never validation."""
 
     stale_steps: int = 0
-    """Age in training steps of the weights that rollouts decode with, in addition to what
-    pipeline.max_staleness allows. Engines keep as many copies of the weights in memory."""
+    """Age, in training steps, of the weights with which rollouts decode, in addition to the staleness that
+    pipeline.max_staleness allows. Engines store as many copies of the weights in memory."""
 
     weight_noise: float = 0.0
-    """Relative standard deviation of normal noise on every weight of the rollout engine, new with each policy
-    version; 0.001 is about the effect of rounding to bfloat16. Logprobs are those of the noisy weights."""
+    """Relative standard deviation of normal noise on every weight of the rollout engine, sampled again for
+    each policy version. 0.001 has about the effect of rounding to bfloat16. Logprobs are computed with the
+    noisy weights."""
 
     slow_env_share: float = 0.0
-    """Share of episodes that wait before each answer of their environment."""
+    """Share of episodes with a wait before each answer of their environment."""
 
     slow_env_seconds: float = 0.0
-    """Seconds of that wait."""
+    """Seconds of this wait."""
 
     long_turn_share: float = 0.0
-    """Share of turns that decode additional tokens, which are discarded: this takes the time of long answers
-    without their effect on the policy."""
+    """Share of turns that decode additional tokens, which are then discarded. This takes the time of long
+    answers, but has no effect on the policy."""
 
     long_turn_tokens: int = 0
-    """Number of those additional tokens, if the context has room for them."""
+    """Number of these additional tokens, if they fit into the context."""
 
     def __post_init__(self) -> None:
         amounts = ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens")
         at_least(0, self, "injection", *amounts, remedy="0 is off")
         share(self, "injection", "slow_env_share", "long_turn_share")
 
-        # A share without an amount has no effect, nor has an amount without a share.
+        # A share without an amount has no effect, and an amount without a share has none either.
         for part, amount in (
             ("slow_env_share", "slow_env_seconds"),
             ("long_turn_share", "long_turn_tokens"),

@@ -1,4 +1,4 @@
-"""Limits of single settings, with one form of message for each. Imports no torch."""
+"""Checks of single settings against limits, with the same message for each kind. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def did_you_mean(given: str, known: Iterable[str], *, most: int = 1) -> str:
-    """Return the closest known names, at most `most`, as a sentence after a space; empty when none is close.
+    """Return a sentence, after a space, with the at most `most` closest known names; empty if none is close.
 
     >>> did_you_mean("rejecton", ["rejection", "none"])
     ' Did you mean rejection?'
@@ -45,6 +45,6 @@ def learning_rates(settings: Any, section: str) -> None:
 
 
 def _refuse(settings: object, section: str, name: str, limit: str, remedy: str) -> None:
-    """Raise the error of a field that exceeds a limit."""
+    """Raise ValueError for a field that violates a limit."""
     value = getattr(settings, name)
     raise ValueError(f"{section}.{name}={value} {limit}{f': {remedy}' if remedy else ''}.")

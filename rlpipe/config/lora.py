@@ -13,20 +13,20 @@ from rlpipe.config.limits import at_least, positive
 class LoraTargets(Choice):
     """The projections of every decoder layer that have a LoRA adapter."""
 
-    ALL = "all"  # those of attention and of the MLP
+    ALL = "all"  # the projections of attention and MLP
     ATTENTION = "attention"  # q_proj, k_proj, v_proj, o_proj
     MLP = "mlp"  # gate_proj, up_proj, down_proj
 
 
 @dataclass(slots=True, kw_only=True)
 class LoraConfig:
-    """LoRA adapters: W + (alpha / rank) B A, in which A and B are trained and W is fixed."""
+    """LoRA adapters: W + (alpha / rank) B A, where A and B are trained and W is fixed."""
 
     rank: int = 0
-    """Number of rows of A; 0: no adapters, all weights are trained."""
+    """Number of rows of A. 0: no adapters, so all weights are trained."""
 
     alpha: float = 16.0
-    """Numerator of the scale in the equation."""
+    """Numerator of the scale alpha / rank."""
 
     targets: LoraTargets = LoraTargets.ALL
     """See `LoraTargets`."""
@@ -53,11 +53,11 @@ class LoraConfig:
 
 
 def check_lora(config: LoraConfig, hf_config: Mapping[str, Any]) -> None:
-    """Refuse LoRA adapters that a model cannot have.
+    """Refuse LoRA adapters for models that do not support them.
 
     hf_config: the checkpoint's `config.json`. Raises ValueError with the problem, the value and a hint.
     """
-    # The trainer has no adapters for these layers.
+    # The trainer has no LoRA adapters for these layers.
     experts = hf_config.get("moe_intermediate_size")
     if hf_config.get("linear_num_key_heads") and config.active and (config.attention or experts):
         raise ValueError(

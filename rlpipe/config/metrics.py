@@ -1,4 +1,4 @@
-"""Settings of metrics: what is displayed, where records go, when the report is written.
+"""Settings of metrics: what is displayed, where records are written, when the report is written.
 
 Owns the fields and their checks; `rlpipe.metrics` reads them. `metrics.jsonl` and `events.jsonl` are always
 written.
@@ -15,9 +15,9 @@ from rlpipe.config.probe import ProbeConfig
 
 
 class WandbMode(Choice):
-    """Whether Weights & Biases records are uploaded, stored or not made."""
+    """Whether records for Weights & Biases are uploaded, stored locally or not written."""
 
-    AUTO = "auto"  # online when logged in, offline otherwise
+    AUTO = "auto"  # online if logged in, offline otherwise
     OFFLINE = "offline"  # wandb/ in the run directory; upload later with `wandb sync`
     ONLINE = "online"  # needs a login
     OFF = "off"
@@ -25,13 +25,13 @@ class WandbMode(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class MetricsConfig:
-    """Where a run records and displays its measurements."""
+    """Settings of how a run records and displays its measurements."""
 
     console: bool = True
     """Show progress on the terminal (or one plain line per step if standard output is not a terminal)."""
 
     wandb: WandbMode = WandbMode.AUTO
-    """Where W&B records go."""
+    """Whether W&B records are uploaded; see `WandbMode`."""
 
     wandb_project: str = "rlpipe"
     """Project of the W&B records."""
@@ -40,16 +40,16 @@ class MetricsConfig:
     """Write tensorboard/ in the run directory (needs the extra `dashboards`)."""
 
     prometheus_port: int = 0
-    """Port that serves the newest values to Prometheus (needs the extra `dashboards`); 0: none."""
+    """Port that serves the newest values to Prometheus (needs the extra `dashboards`); 0: no port."""
 
     prometheus_host: str = "127.0.0.1"
-    """Address on which that port listens; 0.0.0.0 for a scraper on another machine."""
+    """Address on which this port listens; 0.0.0.0 for a scraper on another machine."""
 
     trace: bool = True
     """Write trace.json.gz, which Perfetto opens: the activities of every actor over time."""
 
     rollouts_per_step: int = 4
-    """Number of trajectories of every step that are written token by token (docs/run_directory.md); 0:
+    """Number of trajectories of every step that are recorded token by token (docs/run_directory.md); 0:
     none."""
 
     probe: ProbeConfig = field(default_factory=ProbeConfig)
@@ -62,14 +62,14 @@ class MetricsConfig:
     """See `AdviceConfig`."""
 
     waiting_s: float = 30.0
-    """Seconds without progress after which the console names what the run waits for; again after twice as
-    long, four times, ... 0: never."""
+    """Seconds without progress after which the console displays what the run waits for, and again after 2, 4,
+    8, ... times as long; 0: never."""
 
     report: bool = True
-    """Write report.html when the run ends, also after an interruption or a failure."""
+    """Write report.html at the end of the run, also after an interruption or a failure."""
 
     report_every: int = 0
-    """Additionally write the report every this many steps; 0: only at the end."""
+    """Steps between two reports that are written during the run; 0: only at the end."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics", "report_every", remedy="0 writes the report only at the end")

@@ -1,4 +1,4 @@
-"""The members of a mixture of environments: `env.mix`, from mappings to settings. Imports no torch."""
+"""Converts the members of `env.mix` from mappings to settings of environments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 SHARE = "share"
-_TASK = ("data", "reward")  # of the environment `function`
+_TASK = ("data", "reward")  # settings of the environment `function`
 _COMMON = ("threads", "retries", "step_timeout_s", "sandbox", "mix")  # belong to the run, not to a member
 
 
 def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
-    """Return share and settings of the members of `env.mix`, by name.
+    """Return the share and settings of each member of `env.mix`, by name.
 
-    A member has the defaults of `env`, not the values of the run's `env`; threads, retries, the time limit of
-    a step and the sandbox are those of the run. Raises ValueError.
+    Settings that a member does not set have the defaults of `env`, not the values of the run's `env`. Only
+    threads, retries, step_timeout_s and the sandbox are taken from the run. Raises ValueError.
     """
     members: dict[str, tuple[float, EnvConfig]] = {}
     for name, given in env.mix.items():
@@ -46,7 +46,7 @@ def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
         if not {"name", "suite"} & settings.keys():
             raise ValueError(f"{where} has neither name nor suite: name its environment.")
 
-        # Data and reward of a member are next to its other settings.
+        # `data` and `reward` of a member are among its other settings.
         task = {key: settings.pop(key) for key in _TASK if key in settings}
         if task:
             settings["function"] = task
@@ -67,9 +67,10 @@ def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
 
 
 def built(cls: type[C], values: Mapping[str, Any], where: str) -> C:
-    """Return a dataclass of settings made from a mapping; nested sections from nested mappings.
+    """Create a dataclass of settings from a mapping; nested mappings become nested sections.
 
-    where: name of the section, for messages. Raises ValueError for an unknown setting or one of another type.
+    where: name of the section, for messages. Raises ValueError for unknown settings and values of a wrong
+    type.
     """
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
@@ -85,7 +86,7 @@ def built(cls: type[C], values: Mapping[str, Any], where: str) -> C:
 
 
 def _typed(value: object, default: Any, where: str) -> Any:
-    """Return the value of a setting whose default is known. Raises ValueError for one of another type."""
+    """Return the value of a setting with the type of its default. Raises ValueError for other types."""
     if is_dataclass(default):
         if isinstance(value, Mapping):
             return built(type(default), value, where)

@@ -1,22 +1,24 @@
-"""How the threads of torch wait for each other on a CPU. Imports no torch."""
+"""Sets how the threads of torch wait for each other on a CPU. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
 
-# A thread that waits for work sleeps at once. By default it spins for milliseconds, which on a machine with
-# other work takes the time of the thread it waits for: under load a decode step took 3 to 6 times as long.
+# With PASSIVE, a thread that waits for work sleeps at once. By default it spins for milliseconds, and on a
+# busy machine this takes CPU time from the thread for which it waits: a decode step took 3 to 6 times as
+# long.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
-# Any of these is the user's own choice.
+# Any of these variables shows that the user has chosen.
 _CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let waiting OpenMP threads sleep, unless the user has chosen how they wait.
 
-    The OpenMP runtime reads the variable when torch loads it: later calls only reach child processes.
+    The OpenMP runtime reads the variable when torch loads the runtime; later calls affect only child
+    processes.
 
     >>> variables = {"GOMP_SPINCOUNT": "1000"}
     >>> wait_passively(variables)
@@ -28,5 +30,5 @@ def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def wait_choices() -> dict[str, str]:
-    """Return this process's variables on how threads wait, for processes that do not inherit them."""
+    """Return this process's variables on how threads wait, to pass to processes that do not inherit them."""
     return {name: os.environ[name] for name in _CHOICES if name in os.environ}

@@ -1,8 +1,8 @@
 """Paths of shipped files, in a checkout and in an installed wheel.
 
-`shipped("configs")` returns `rlpipe/_data/configs` (a wheel) or the checkout's `configs` (a clone);
-`resolve("shipped:models/tiny")` reads the form in which settings name such files, and `resolve_model` the
-names of released models and the ids of the Hugging Face hub too.
+`shipped("configs")` returns `rlpipe/_data/configs` (in a wheel) or `configs` of the checkout.
+`resolve("shipped:models/tiny")` returns the path of a file that a setting names. `resolve_model` also accepts
+names of released models and ids of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def shipped(relative: str) -> Path:
     """Return the absolute path of a file or folder that comes with rlpipe.
 
-    The wheel of rlpipe has the default model, the package rlpipe-models the others. Raises ValueError when
-    neither the installation nor the checkout has it.
+    The wheel of rlpipe has the default model; the package rlpipe-models has the others. Raises ValueError if
+    neither the installation nor the checkout has the file.
     """
     places = [_PACKAGE / "_data" / relative, _PACKAGE.parent / relative]
     for place in places:
@@ -35,20 +35,20 @@ def shipped(relative: str) -> Path:
 
 
 def resolve(path: str) -> Path:
-    """Return the path of `shipped:NAME`, or an ordinary path made absolute, with `~` expanded."""
+    """Return the path of `shipped:NAME`; for any other path, expand `~` and make it absolute."""
     if path.startswith(PREFIX):
         return shipped(path.removeprefix(PREFIX))
     return Path(path).expanduser().resolve()
 
 
 def resolve_model(path: str, setting: str = "model.path") -> Path:
-    """Return the directory of a model: as `resolve`, or that of a stored model, fetched or from the hub.
+    """Return the directory of a model: a path as in `resolve`, a fetched model, or a model of the hub.
 
     Args:
-        path: value of a setting that names a model. A name in `RELEASED` is that model. `org/name` or
-            `org/name@revision`, if no such path exists, is a model of the hub, which is downloaded unless it
-            is in the cache. `./NAME` is always a folder.
-        setting: its name, for messages.
+        path: value of a setting that names a model. A name in `RELEASED` is a released model. `org/name` or
+            `org/name@revision`, if no such path exists, is a model of the hub; it is downloaded unless it is
+            in the cache. `./NAME` is always a folder.
+        setting: name of the setting, for messages.
 
     Raises:
         ValueError: the released model has not been fetched, or the model of the hub cannot be downloaded.

@@ -1,4 +1,4 @@
-"""Settings of the loop: prompts and groups of a step, and their staleness. Imports no torch."""
+"""Settings of the loop: prompts and groups per step, and their staleness. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from rlpipe.config.limits import at_least
 
 
 class Stale(Choice):
-    """The rule that bounds staleness, and the order of training that follows from it."""
+    """The rule that limits staleness, and the resulting order of training."""
 
-    WAIT = "wait"  # a prompt starts only when it cannot become too stale; trained in order, nothing dropped
-    DROP = "drop"  # first finished, first trained; groups that become too stale are dropped
-    KEEP = "keep"  # first finished, first trained, whatever its age; needs an algo.correction
+    WAIT = "wait"  # prompts start only if they cannot become too stale; training in order, no group dropped
+    DROP = "drop"  # groups are trained on in the order in which they finish; too stale groups are dropped
+    KEEP = "keep"  # as drop, but groups of any age are trained on; needs an algo.correction
 
 
 @dataclass(slots=True, kw_only=True)
 class PipelineConfig:
-    """Groups of a training step, and the maximum age of their tokens."""
+    """Settings of the groups of a training step, and of the maximum age of their tokens."""
 
     prompts_per_step: int = 8
-    """Number of prompts, and so of groups, in one training step."""
+    """Number of prompts in one training step; each prompt has one group."""
 
     group_size: int = 8
     """Number of trajectories in a group, all attempts at one prompt."""
 
     max_staleness: int = 1
-    """Training steps that a trajectory's oldest token may lag behind the trainer; 0 is synchronous. With
-    stale=keep it bounds how far rollouts run ahead, not the age of a token."""
+    """Maximum number of training steps by which a trajectory's oldest token is older than the trainer; 0 is
+    synchronous. With stale=keep it limits only how far rollouts run ahead, not the age of a token."""
 
     stale: Stale = Stale.WAIT
     """See `Stale`."""
 
     oversample: float = 1.0
     """With stale=drop: number of groups in flight for each group that a step needs. A step trains on the
-    first to finish; groups that are too stale when a version is published are stopped."""
+    groups that finish first; groups that are too stale when a version is published are stopped."""
 
     filter_equal_rewards: bool = False
     """Drop groups whose rewards are all equal (they have no advantage) and roll out other prompts instead."""
 
     filter_limit: int = 4
-    """Limit of the filter, in batches of groups for one step; beyond it, groups with equal rewards are
-    trained on."""
+    """Maximum number of batches of groups that the filter reads for one step; after that, groups with equal
+    rewards are trained on."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "pipeline", "prompts_per_step", "filter_limit")

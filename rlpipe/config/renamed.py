@@ -1,7 +1,7 @@
-"""Settings of earlier versions: names that changed, and names that were removed. Imports no torch.
+"""Settings of earlier versions: renamed and removed settings. Imports no torch.
 
-Owns both tables. Command lines and YAML files with such a name are refused with its successor
-(`rlpipe.cli.suggestions`); records of earlier runs are read under the new names (`with_current_names`).
+Owns both tables. Command lines and YAML files with an old name are refused, with a hint to the new name
+(`rlpipe.cli.suggestions`). Records of earlier runs are read under the new names (`with_current_names`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 RENAMED = {
-    "mtp": "draft",  # since 0.2, for an EAGLE-3 draft is trained by it too
+    "mtp": "draft",  # renamed in 0.2, because it also trains EAGLE-3 drafts
 }
-"""Old name -> new name, of a setting or of a section."""
+"""Old name -> new name of a setting or section."""
 
 REMOVED = {
     "rollout.top_p": "rollouts are sampled from the full distribution, because the trainer would have to "
@@ -29,11 +29,11 @@ REMOVED = {
     "env.sandbox.memo_mb": "remembered outcomes take 256 MB at most. Leave it out, or set "
     "env.sandbox.memo=false to remember none",
 }
-"""Name -> why it was removed, and the setting to use instead."""
+"""Name -> the reason for its removal, and the setting to use instead."""
 
 
 def current_name(name: str) -> str:
-    """Return the present name of a setting: the same name, unless it or a section above it was renamed.
+    """Return the current name of a setting: the same name, unless it or its section was renamed.
 
     >>> current_name("mtp.train"), current_name("mtp"), current_name("spec.gamma")
     ('draft.train', 'draft', 'spec.gamma')
@@ -45,7 +45,7 @@ def current_name(name: str) -> str:
 
 
 def outdated_setting(name: str, value: str) -> ValueError | None:
-    """Return the error for a name that only an earlier version had; None for any other name.
+    """Return the error for a name that existed only in an earlier version; None for any other name.
 
     >>> str(outdated_setting("mtp.train", "online"))
     'mtp.train is now draft.train: write draft.train=online.'
@@ -61,9 +61,9 @@ def outdated_setting(name: str, value: str) -> ValueError | None:
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parsed config.yaml of any version with its sections and settings under today's names.
+    """Return a parsed config.yaml of any version, with sections and settings under their current names.
 
-    Values are unchanged. A removed name is kept as well; no code reads it.
+    Values are not changed. Removed settings also stay in the result; no code reads them.
 
     >>> with_current_names({"mtp": {"train": "off"}, "spec": {"gamma": 3}})
     {'draft': {'train': 'off'}, 'spec': {'gamma': 3}}

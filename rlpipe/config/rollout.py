@@ -11,25 +11,25 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least
 from rlpipe.config.sglang import SglangConfig
 
-PARKED = 2  # tokens of conversations without a row, in the tokens that all rows of an embedded engine hold
+PARKED = 2  # an embedded engine's capacity for conversations without a row, as a multiple of its rows'
 
 
 class EngineKind(Choice):
-    """The engine that decodes."""
+    """The engine that decodes tokens."""
 
     EMBEDDED = "embedded"  # in-process, CPU or GPU
     SGLANG = "sglang"  # a separate server process, in a separate virtual environment
 
 
 class KvOnUpdate(Choice):
-    """The handling of cached keys and values when weights are replaced."""
+    """What happens to cached keys and values when weights are replaced."""
 
     KEEP = "keep"  # unfinished requests continue with the KV of the old weights
     RECOMPUTE = "recompute"  # their KV is rebuilt with the new weights; idle conversations are dropped
 
 
 class Dtype(Choice):
-    """Number type of weights and KV cache; probabilities are always float32."""
+    """Dtype of weights and KV cache; probabilities are always float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -44,18 +44,18 @@ class RolloutConfig:
     """Implementation of the rollout engine."""
 
     workers: int = 1
-    """Number of engines; each runs in its own process."""
+    """Number of engines; each runs in a separate process."""
 
     concurrent_groups: int = 0
-    """Number of groups that one worker generates at a time; 0: as many as are admitted."""
+    """Number of groups that one worker generates at a time; 0: all admitted groups."""
 
     max_running: int = 64
     """Number of KV rows of an engine, which running requests and idle conversations share. The embedded
-    engine keeps further idle conversations in host memory, up to twice as many tokens as its rows hold.
-    Attempts that would not fit wait; what does not fit nevertheless is computed again."""
+    engine stores further idle conversations in host memory, up to twice as many tokens as its rows can hold.
+    Attempts wait if there is no capacity for them; conversations that still do not fit are computed again."""
 
     max_context: int = 512
-    """Maximum number of tokens of a conversation, prompt included; at most the model's
+    """Maximum number of tokens of a conversation, including the prompt; at most the model's
     max_position_embeddings."""
 
     max_new_tokens: int = 48
@@ -71,28 +71,28 @@ class RolloutConfig:
     """"auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ..."""
 
     dtype: Dtype = Dtype.FLOAT32
-    """Number type of the engine; see `Dtype`."""
+    """Dtype of the engine; see `Dtype`."""
 
     threads: int = 1
-    """CPU threads of an engine."""
+    """Number of CPU threads of an engine."""
 
     prefill_tokens: int = 4096
-    """Maximum number of prompt tokens processed between two decode steps; one request is always admitted."""
+    """Maximum number of prompt tokens processed between two decode steps; one request always fits."""
 
     cuda_graphs: bool = True
-    """On a GPU the embedded engine captures its passes over decoding rows, once for each of a few shapes, and
-    replays them. Not used with experts."""
+    """On a GPU, capture the embedded engine's decode passes as CUDA graphs, one for each of a few shapes, and
+    replay them. Not used with experts."""
 
     kv_on_update: KvOnUpdate = KvOnUpdate.KEEP
     """See `KvOnUpdate`."""
 
     replay_routes: bool = False
-    """MoE only: in the trainer, send each token to the experts that processed it in the rollout (R3).
-    Otherwise rounding makes trainer and engine choose different experts. A trajectory then has one or two
-    additional bytes for each token, MoE layer and chosen expert."""
+    """MoE only: in the trainer, send each token to the experts that processed it in the rollout (R3). If
+    false, trainer and engine choose different experts for some tokens, because of rounding. If true, a
+    trajectory has one or two additional bytes for each token, MoE layer and chosen expert."""
 
     sglang: SglangConfig = field(default_factory=SglangConfig)
-    """Settings of the server; read with engine=sglang only."""
+    """Settings of the SGLang server; only used with engine=sglang."""
 
     def __post_init__(self) -> None:
         self.engine = EngineKind(self.engine)
@@ -111,12 +111,12 @@ class RolloutConfig:
 
     @property
     def gpus_per_worker(self) -> int:
-        """Number of GPUs of one engine, if it runs on GPUs."""
+        """Number of GPUs per engine, if engines run on GPUs."""
         return self.sglang.tp if self.engine is EngineKind.SGLANG else 1
 
 
 def check_embedded(path: str, hf_config: Mapping[str, Any]) -> None:
-    """Refuse a model that the embedded engine cannot decode. Raises ValueError with an engine that can.
+    """Refuse a model that the embedded engine cannot decode. Raises ValueError that names another engine.
 
     hf_config: the `config.json` of the checkpoint in `path`.
     """

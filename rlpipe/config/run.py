@@ -1,7 +1,7 @@
 """The full configuration, with one dataclass for each component.
 
-Defaults are set here and in the component dataclasses; YAML files contain only differences. Checks of several
-components together are in `rlpipe.preflight.settings`. Imports no torch.
+Defaults are set here and in the component dataclasses; YAML files contain only differences. Checks that
+involve several components are in `rlpipe.preflight.settings`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from rlpipe.config.trainer import TrainerConfig
 class Task(Choice):
     """The kind of training that a recipe runs."""
 
-    RL = "rl"  # the async loop
-    MTP_ADAPT = "mtp_adapt"  # a draft model is trained to draft for a frozen model
+    RL = "rl"  # asynchronous RL of the policy
+    MTP_ADAPT = "mtp_adapt"  # training of a draft model for a frozen target
 
 
 class ClusterMode(Choice):
     """Where the components run."""
 
-    RAY = "ray"  # one actor per rollout worker and per trainer rank
-    INLINE = "inline"  # all in this process, in threads
+    RAY = "ray"  # one Ray actor for each rollout worker and each trainer rank
+    INLINE = "inline"  # all components are threads of this process
 
 
 class Resume(Choice):
-    """How checkpoints that `run.dir` already has are treated."""
+    """What a run does with existing checkpoints in `run.dir`."""
 
-    AUTO = "auto"  # continue from the newest one, if any; the settings must be those of its run
-    ANYWAY = "anyway"  # the same with settings that change the experiment
-    NEVER = "never"  # refuse a directory that holds a run
+    AUTO = "auto"  # continue from the newest one, if any; settings that define the experiment must be equal
+    ANYWAY = "anyway"  # as auto, but allow changes of settings that define the experiment
+    NEVER = "never"  # refuse a directory that contains a run
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class RunSettings:
     """Run directory."""
 
     steps: int = 40
-    """Optimizer steps of the trainer loop."""
+    """Number of training steps."""
 
     seed: int = 0
     """Seed of data order and sampling."""
@@ -68,30 +68,30 @@ class RunSettings:
     """See `Resume`."""
 
     save_every: int = 20
-    """Steps between checkpoints; 0: only the last."""
+    """Steps between checkpoints; 0: only one at the end."""
 
     keep_last: int = 2
     """Number of newest checkpoints to keep on disk."""
 
     keep_best: int = 0
-    """Number of further checkpoints to keep, those with the highest val/reward among validated steps."""
+    """Number of further checkpoints to keep: those with the highest val/reward among validated steps."""
 
     save_async: bool = True
     """Write checkpoints while training continues, from a copy of the trainer's state in host memory."""
 
     max_masked_share: float = 0.5
-    """The run stops, with a checkpoint and exit status 1, when at least this share of the last
-    `masked_window` attempts was masked because something other than the model failed."""
+    """The run stops, with a checkpoint and exit status 1, if at least this share of the last `masked_window`
+    attempts were masked because something other than the model failed."""
 
     masked_window: int = 64
-    """Number of the last attempts that `max_masked_share` is measured on."""
+    """Number of last attempts on which `max_masked_share` is measured."""
 
     half: RunMode = RunMode.BOTH
     """See `RunMode`."""
 
     dump: str = ""
-    """Folder of the batches: read with half=train, otherwise written. Empty: RUN/dump with half=rollout, none
-    with half=both."""
+    """Folder of dumped batches: half=train reads them, other modes write them. Empty: RUN/dump with
+    half=rollout, no dump with half=both."""
 
     def __post_init__(self) -> None:
         if self.half is RunMode.ROLLOUT and not self.dump:
@@ -113,7 +113,7 @@ class ModelConfig:
     stored (`smollm2`), or the id of a model of the Hugging Face hub (`org/name`, `org/name@revision`)."""
 
     chat_template: str = ""
-    """A Jinja file that replaces the chat template of the checkpoint; checkpoints of the run have it too."""
+    """A Jinja file that replaces the chat template of the model; the run's checkpoints contain it too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class ValConfig:
     """Validation on held-out instances."""
 
     every: int = 20
-    """Steps between validations; 0: never. Otherwise the policy is also validated before the first and after
+    """Steps between validations; 0: never. If not 0, the policy is also validated before the first and after
     the last step."""
 
     instances: int = 200
@@ -143,31 +143,31 @@ class ClusterConfig:
     """Processes of a run, the machines and GPUs they use, and their restarts."""
 
     mode: ClusterMode = ClusterMode.RAY
-    """Ray or inline; see `ClusterMode`."""
+    """See `ClusterMode`."""
 
     address: str = ""
-    """Address of a running Ray cluster; empty starts a local one."""
+    """Address of a running Ray cluster; empty: start a local cluster."""
 
     gpu_gb: float = 0.0
-    """Memory of one GPU in GiB, for the memory estimate; 0: that of this machine's first GPU."""
+    """Memory of one GPU in GiB, for the memory estimate; 0: the memory of this machine's first GPU."""
 
     share_gpus: bool = False
-    """Put rollout worker n and trainer rank n on one GPU, which they share equally, instead of a GPU each."""
+    """Put rollout worker n and trainer rank n on one GPU, which they share equally, not on separate GPUs."""
 
     max_workers: int = 0
     """Maximum number of rollout workers. The run adds workers while its trainer waits for rollouts and each
-    new worker makes it faster, and removes them again. 0: rollout.workers throughout."""
+    new worker makes it faster; it later removes workers that are not needed. 0: always rollout.workers."""
 
     max_restarts: int = 3
-    """Number of times a dead rollout worker is replaced before the run gives up."""
+    """Maximum number of times a dead rollout worker is replaced before the run gives up."""
 
     max_trainer_restarts: int = 2
-    """Number of times a dead trainer is built again; it continues from the newest checkpoint."""
+    """Maximum number of times a dead trainer is restarted; it continues from the newest checkpoint."""
 
     hang_s: float = 0.0
-    """Seconds after which a rollout worker that does not answer (a group, an evaluation, a weight update), or
-    a trainer rank (a step, a checkpoint), is killed and replaced. It must exceed the slowest group and step.
-    0: never."""
+    """Maximum seconds of a call to a rollout worker (group, evaluation, weight update) or trainer rank (step,
+    checkpoint); after that, it is killed and replaced. Must exceed the slowest group and step. 0: no
+    limit."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -177,7 +177,7 @@ class ClusterConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Config:
-    """A run; its components have dataclasses of their own."""
+    """All settings of a run; each component has a separate dataclass."""
 
     recipe: str = ""
     """Name of the recipe; groups runs in W&B."""
@@ -198,8 +198,8 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: Any = None
-    """Rewards of the environment `function`: my_reward.py:score, the name of a built-in one, a list of these,
-    or a mapping to weights, such as {my_reward.py:score: 0.7, exact_match: 0.3}."""
+    """Rewards of the environment `function`: a function such as my_reward.py:score, the name of a built-in
+    reward, a list of these, or a mapping to weights, such as {my_reward.py:score: 0.7, exact_match: 0.3}."""
 
     injection: InjectionConfig = field(default_factory=InjectionConfig)
     val: ValConfig = field(default_factory=ValConfig)
@@ -209,12 +209,12 @@ class Config:
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
 
     def __post_init__(self) -> None:
-        # The environment is made from its own settings, in workers and in mixtures too.
+        # Environments are created only from `env`, also in workers and in `env.mix`.
         self.env.function = FunctionTask(data=self.data, reward=self.reward, model=self.rollout_model)
 
     @property
     def rollout_model(self) -> str:
-        """Path of the model that generates: the decoupled actor, or the policy itself."""
+        """Path of the model that generates: the decoupled actor, or else the policy."""
         return self.decoupled.path or self.model.path
 
     @property
@@ -226,8 +226,8 @@ class Config:
     def probes_draft(self) -> bool:
         """Whether the trainer can compare target and draft on fixed contexts (`metrics.probe`).
 
-        It cannot at temperature 0, where acceptance is not a probability, nor if a decoupled actor has a
-        draft with a separate directory, because the draft's target would be the actor.
+        It cannot at temperature 0, because acceptance is not a probability then. It also cannot if a
+        decoupled actor has a draft with a separate directory, because the draft's target would be the actor.
         """
         drafts = self.spec.mode is not SpecMode.NONE and self.rollout.temperature > 0
         return drafts and not (self.spec.needs_draft and self.decoupled.active)
@@ -236,7 +236,7 @@ class Config:
     def broadcasts_weights(self) -> bool:
         """Whether the trainer sends weights to all SGLang servers itself.
 
-        Not in one process, and not where rollout workers serve weights that differ from the trainer's.
+        False in a single process, and if rollout workers serve weights that differ from the trainer's.
         """
         rollout = self.rollout
         return (
@@ -249,20 +249,21 @@ class Config:
 
     @property
     def sends_from_every_rank(self) -> bool:
-        """Whether each trainer rank sends weights to the server of its GPU, instead of the first to all."""
+        """Whether each trainer rank sends weights to its GPU's server; else the first rank sends to all."""
         return self.broadcasts_weights and self.cluster.share_gpus
 
     def validates(self, step: int) -> bool:
-        """Return whether the policy is validated at a step: the first, every val.every, and the last."""
+        """Return whether the policy is validated at a step: the first, the last, every val.every steps."""
         every = self.val.every
         return bool(every) and (step % every == 0 or step == self.run.steps)
 
 
 def for_run_mode(config: Config) -> Config:
-    """Return the settings of a run mode, without features that need the part that does not run.
+    """Return the settings for a run mode, without features that need a component that does not run.
 
-    Validation is off (it needs engines, and weights that change); without a trainer the probe is off too. The
-    groups of a dump were selected when it was written: all are trained on, in their order.
+    Validation is off, because it needs engines and weights that change. Without a trainer the probe is off
+    too. The groups of a dump were already selected when it was written, so all are trained on, in the same
+    order.
     """
     run_mode = config.run.half
     if run_mode is RunMode.BOTH:
@@ -282,11 +283,11 @@ def for_run_mode(config: Config) -> Config:
 def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Config, str]:
     """Replace `rollout.sglang.weight_transfer=auto` by a transfer, and return the settings and the reason.
 
-    Trainer and servers on one host share memory, unless the servers have separate GPUs: then, and across
-    hosts, the trainer broadcasts if it can. A server on the GPU of a trainer rank maps that rank's memory
-    (ipc), unless only the first rank has the draft. Other values than `auto` are unchanged. hosts: number in
-    the cluster. gpus: whether it has any.
-    Raises ValueError for ipc where servers cannot map the trainer's memory.
+    On one host, trainer and servers share memory. If the servers have separate GPUs, or across hosts, the
+    trainer broadcasts if it can. A server on the GPU of a trainer rank maps that rank's memory (ipc), unless
+    only the first rank has the draft. Values other than `auto` are not changed.
+    hosts: number of hosts in the cluster. gpus: whether the cluster has GPUs.
+    Raises ValueError for ipc if servers cannot map the trainer's memory.
     """
     rollout = config.rollout
     sglang = rollout.sglang
@@ -295,7 +296,7 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
     separate_gpus = on_gpu and not shares
     remote = (hosts > 1 and not shares) or separate_gpus
 
-    # A server can map memory only of its own host and GPU.
+    # A server can map only memory of the same host and GPU.
     if sglang.weight_transfer is WeightTransfer.IPC and config.broadcasts_weights and remote:
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
         raise ValueError(
@@ -310,7 +311,7 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
         """Return the settings with this transfer."""
         return replace(config, rollout=replace(rollout, sglang=replace(sglang, weight_transfer=transfer)))
 
-    # `broadcasts_weights` reads the transfer, so it is evaluated with the candidate.
+    # `broadcasts_weights` reads the transfer, so it must be evaluated with the new transfer.
     broadcast = by(WeightTransfer.COLLECTIVE)
     if broadcast.broadcasts_weights and remote:
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"

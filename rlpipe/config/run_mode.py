@@ -1,4 +1,4 @@
-"""The part of the loop that a run executes: rollout, training, or both. Imports no torch."""
+"""The components of the loop that a run executes: rollout, training, or both. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from rlpipe.config.choice import Choice
 
 
 class RunMode(Choice):
-    """The part of the loop that runs (the setting `run.half`)."""
+    """The components that run (setting `run.half`)."""
 
     BOTH = "both"
-    ROLLOUT = "rollout"  # roll out and score batches with fixed weights and dump them; no trainer is built
-    TRAIN = "train"  # train on the batches of a dump, in its order; no engine is built
+    ROLLOUT = "rollout"  # generate and score batches with fixed weights, and dump them; no trainer runs
+    TRAIN = "train"  # train on the batches of a dump, in their order; no engine runs
 
     @property
     def generates(self) -> bool:

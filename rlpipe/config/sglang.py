@@ -11,11 +11,11 @@ from rlpipe.config.limits import at_least, positive
 class WeightTransfer(Choice):
     """How new weights reach a server."""
 
-    AUTO = "auto"  # shared, collective or ipc: see `run.with_weight_transfer`
+    AUTO = "auto"  # shared, collective or ipc, see `run.with_weight_transfer`
     SHARED = "shared"  # through memory that the worker writes and its server maps
-    COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL, or gloo)
+    COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL or gloo)
     IPC = "ipc"  # servers map memory of the trainer on the same GPU (CUDA IPC) or host
-    DISK = "disk"  # as a checkpoint that the server reads; needs a folder that both can access
+    DISK = "disk"  # as a checkpoint that the server reads; needs a folder that trainer and server can access
 
     @property
     def is_broadcast(self) -> bool:
@@ -24,10 +24,10 @@ class WeightTransfer(Choice):
 
 
 class CanaryReaction(Choice):
-    """The reaction if a server's weights differ from those that were sent."""
+    """The reaction if a server's weights differ from the weights that were sent."""
 
-    RETRY = "retry"  # send them once more, then stop
-    NO_SPECULATION = "no_speculation"  # the same, but if only the draft is stale, stop drafting instead
+    RETRY = "retry"  # send them once more; if they still differ, end the run
+    NO_SPECULATION = "no_speculation"  # as retry, but if only the draft is stale, stop drafting instead
     STOP = "stop"  # end the run at once
 
 
@@ -36,35 +36,35 @@ class SglangConfig:
     """Settings of `rollout.engine=sglang`; unused otherwise."""
 
     python: str = ""
-    """Interpreter of SGLang's own virtual environment. Empty: $RLPIPE_SGLANG_VENV/bin/python, else
-    .venv-sglang next to the installed rlpipe (the one that scripts/install_sglang makes)."""
+    """Python interpreter of SGLang's virtual environment. Empty: $RLPIPE_SGLANG_VENV/bin/python, or else
+    .venv-sglang next to the installed rlpipe (which scripts/install_sglang creates)."""
 
     host: str = "127.0.0.1"
     """Address on which the server listens."""
 
     port: int = 0
-    """Port on which the server listens; 0 takes a free one."""
+    """Port on which the server listens; 0: a free port."""
 
     tp: int = 1
-    """GPUs of one server (tensor parallel)."""
+    """Number of GPUs of one server (tensor parallel)."""
 
     start_timeout: float = 300.0
-    """Seconds within which a new server must answer."""
+    """Maximum seconds until a new server answers."""
 
     request_timeout: float = 600.0
-    """Seconds that a turn may take without new tokens; a turn that still produces tokens is never ended."""
+    """Maximum seconds of a turn without new tokens; a turn that still produces tokens is never ended."""
 
     update_timeout: float = 300.0
-    """Seconds that one request of a weight update may take, and the limit of a full broadcast."""
+    """Maximum seconds of one request of a weight update, and also of a full broadcast."""
 
     health_timeout: float = 30.0
-    """Seconds within which the server must answer a health request. A server that answers neither of two
-    successive requests is considered hung, and is killed and replaced. Requests are sent every third of this
-    time, at most 10 seconds apart."""
+    """Maximum seconds until the server answers a health request. A server that does not answer two successive
+    requests is considered hung, and is killed and replaced. The interval between requests is a third of this
+    time, but at most 10 seconds."""
 
     max_restarts: int = 3
-    """Maximum number of dead or hung servers that are replaced between two weight updates; one more ends the
-    run."""
+    """Maximum number of dead or hung servers that are replaced between two weight updates; one more failure
+    ends the run."""
 
     weight_transfer: WeightTransfer = WeightTransfer.AUTO
     """See `WeightTransfer`."""
@@ -74,28 +74,28 @@ class SglangConfig:
     the trainer's ranks gather at once."""
 
     abort_on_update: bool = False
-    """End running requests when weights change, and continue them as new requests with the tokens that they
-    have. False: they continue inside the server, as rollout.kv_on_update says."""
+    """End running requests when weights change, and continue them as new requests after the tokens that they
+    already have. False: they continue inside the server, according to rollout.kv_on_update."""
 
     on_canary_failure: CanaryReaction = CanaryReaction.RETRY
     """See `CanaryReaction`."""
 
     attention_backend: str = ""
-    """Attention backend of SGLang; empty lets SGLang choose (on a CPU: torch_native)."""
+    """Attention backend of SGLang; empty: SGLang chooses (on a CPU: torch_native)."""
 
     memory_fraction: float = 0.0
-    """Share of a GPU's memory for weights and KV; 0 lets SGLang choose."""
+    """Share of a GPU's memory for weights and KV; 0: SGLang chooses."""
 
     deterministic: bool = False
-    """Pass --enable-deterministic-inference, which makes SGLang honour the seed of each request. It needs a
-    GPU attention backend."""
+    """Pass --enable-deterministic-inference, so that SGLang uses the seed of each request. Needs a GPU
+    attention backend."""
 
     plugin: bool = True
-    """Load rlpipe's plugin into the server (sglang_env/plugin), which returns exact entropies, and packed
-    numbers instead of JSON for each token. False: SGLang is unchanged, and entropies are estimates."""
+    """Load rlpipe's plugin into the server (sglang_env/plugin). It returns exact entropies, and packed
+    numbers instead of JSON for each token. False: SGLang is not changed, and entropies are estimates."""
 
     extra_arguments: list[str] = field(default_factory=list)
-    """Arguments appended to the command line unchanged."""
+    """Arguments that are appended unchanged to the server's command line."""
 
     def __post_init__(self) -> None:
         self.weight_transfer = WeightTransfer(self.weight_transfer)

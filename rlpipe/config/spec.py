@@ -14,7 +14,7 @@ class SpecMode(Choice):
     NONE = "none"  # no drafts
     TARGET_ONLY = "target_only"  # draft = argmax of q, accepted with probability p(draft)
     REJECTION = "rejection"  # draft sampled from q, accepted with probability min(1, p/q)
-    BLOCK = "block"  # as rejection, but all drafts of a step together (accepts at least as many)
+    BLOCK = "block"  # as rejection, but verifies all drafts of a step together (accepts at least as many)
     GREEDY = "greedy"  # draft = argmax of q, accepted if it is the argmax of p; temperature 0 only
     TREE = "tree"  # several draft tokens per position, siblings verified in rounds
 
@@ -33,28 +33,28 @@ class SpecConfig:
     """Verification rule."""
 
     gamma: int = 3
-    """Draft tokens per verify step (gamma = 3 verifies 4 tokens)."""
+    """Number of draft tokens per verify step (gamma = 3 verifies 4 tokens)."""
 
     adaptive: bool = False
-    """Choose 0..gamma before each step from measured costs and acceptance. Outputs keep their distribution,
-    but equal seeds no longer give equal tokens."""
+    """Before each step, choose 0 to gamma drafts from measured costs and acceptance. The distribution of
+    outputs does not change, but equal seeds no longer give equal tokens."""
 
     tree: list[int] = field(default_factory=lambda: [2, 2, 1])
-    """Children of every node by depth; mode tree only."""
+    """Number of children of every node, by depth; only for mode tree."""
 
     drafter: Drafter = Drafter.MTP
-    """Source of the draft tokens. Looked-up drafts are deterministic, so rejection and block verify them as
-    target_only does."""
+    """Source of the draft tokens. Looked-up drafts are deterministic, so rejection and block verify them like
+    target_only."""
 
     draft_path: str = ""
     """Directory of a separate draft model (eagle3); draft.train=online starts from it."""
 
     draft_vocab: str = ""
-    """Tokens that an MTP layer drafts among, as a JSON file {"tokens": [ascending ids]}; `checkpoint` takes
-    the model's own draft_vocab.json. Empty: all tokens."""
+    """JSON file {"tokens": [ascending ids]} of the tokens that an MTP layer can draft; `checkpoint` uses
+    draft_vocab.json of the model. Empty: all tokens."""
 
     suffix: int = 4
-    """Maximum number of tokens at the end of the text that the drafter suffix looks up."""
+    """Maximum length of the suffix of the text that the drafter `suffix` looks up, in tokens."""
 
     def __post_init__(self) -> None:
         self.mode, self.drafter = SpecMode(self.mode), Drafter(self.drafter)
@@ -96,17 +96,17 @@ class SpecConfig:
 
     @property
     def needs_mtp(self) -> bool:
-        """Whether an MTP layer drafts."""
+        """Whether an MTP layer generates the drafts."""
         return self.needs_model and not self.drafter.kind.has_directory
 
     @property
     def needs_draft(self) -> bool:
-        """Whether a draft model with a separate directory drafts."""
+        """Whether a draft model with a separate directory generates the drafts."""
         return self.mode is not SpecMode.NONE and self.drafter.kind.has_directory
 
     @property
     def needs_model(self) -> bool:
-        """Whether a model drafts. It has a distribution q, and a KV cache that must follow the text."""
+        """Whether a model generates the drafts, with a distribution q and a KV cache that must be updated."""
         return self.mode is not SpecMode.NONE and self.drafter.kind.has_model
 
     @property
@@ -122,7 +122,7 @@ class SpecConfig:
         if self.mode is not SpecMode.TREE:
             return self.depth
 
-        # Each level has the nodes of the one above, times the children of each.
+        # The nodes of a level are the nodes of the level above, times the children of each.
         nodes, level = 0, 1
         for children in self.tree:
             level *= children

@@ -13,7 +13,7 @@ from rlpipe.config.lora import LoraConfig
 
 
 class Precision(Choice):
-    """Number type of parameters and activations; the optimizer state is always float32."""
+    """Dtype of parameters and activations; the optimizer state is always float32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -31,14 +31,14 @@ class Recompute(Choice):
     """The activations that the backward pass recomputes to save memory."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # each layer's MLP or experts, where most activations are
-    FULL = "full"  # every layer
+    SELECTIVE = "selective"  # those of each layer's MLP or experts, which are the largest
+    FULL = "full"  # those of every layer
 
 
 class LayerSpec(Choice):
     """The implementation of the layers that Megatron builds."""
 
-    AUTO = "auto"  # TransformerEngine on a GPU that has it, local otherwise
+    AUTO = "auto"  # TransformerEngine if it is installed and runs on a GPU, otherwise local
     LOCAL = "local"
     TE = "te"
 
@@ -54,19 +54,21 @@ class TrainerConfig:
     """Data parallel size."""
 
     pp: int = 1
-    """Pipeline stages. Each has some of the layers; the last one has the head and an MTP layer."""
+    """Number of pipeline stages. Each has some of the layers; the last one also has the head and MTP
+    layer."""
 
     sp: bool = False
-    """Sequence parallelism: tensor parallel ranks also share the tokens of norms and residuals, which they do
-    not split otherwise (not with layers=te)."""
+    """Sequence parallelism: tensor parallel ranks also share the tokens of norms and residuals; otherwise
+    every rank computes all of them. Not available with layers=te."""
 
     cp: int = 1
-    """Context parallel ranks, which share the tokens of each micro-batch (not with layers=te)."""
+    """Number of context parallel ranks, which share the tokens of each micro-batch. Not available with
+    layers=te."""
 
     ep: int = 1
-    """Number of data and context parallel ranks that share the experts of an MoE, each with a part of them.
-    It must divide dp * cp. 0: the largest number that also divides the number of experts; 1 for a model
-    without experts."""
+    """Number of data and context parallel ranks over which the experts of an MoE are split. Must divide
+    dp * cp. 0: the largest such number that also divides the number of experts, or 1 for a model without
+    experts."""
 
     precision: Precision = Precision.FP32
     """See `Precision`."""
@@ -81,8 +83,8 @@ class TrainerConfig:
     """Shard the optimizer's state over dp."""
 
     micro_batch_tokens: int = 2048
-    """Number of tokens in one forward pass; each of the cp ranks holds a share. A prefix that siblings share
-    counts once. Layers of TransformerEngine share no prefix, and count rows * padded length."""
+    """Maximum number of tokens in one forward pass; each of the cp ranks has a share. A prefix that siblings
+    share counts once. TransformerEngine's layers do not share prefixes, and count rows * padded length."""
 
     lr: float = 1e-5
     """Learning rate after warm-up."""
@@ -91,7 +93,7 @@ class TrainerConfig:
     """Learning rate at the end of a decaying schedule."""
 
     warmup_steps: int = 0
-    """Optimizer steps in which the learning rate rises."""
+    """Number of optimizer steps in which the learning rate rises."""
 
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
     """Schedule over optimizer steps; see `LrSchedule`."""
@@ -109,13 +111,13 @@ class TrainerConfig:
     """Epsilon of AdamW."""
 
     clip_grad: float = 1.0
-    """Bound on the gradient norm; 0: none."""
+    """Bound on the gradient norm; 0: no bound."""
 
     threads: int = 1
-    """CPU threads per rank; 0: torch's default."""
+    """Number of CPU threads per rank; 0: torch's default."""
 
     seed: int = 0
-    """Seed of everything random in the trainer."""
+    """Seed of all random numbers in the trainer."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA adapters, which are trained instead of all weights."""
@@ -133,7 +135,7 @@ class TrainerConfig:
                 f"share the experts. Set trainer.ep to one of {fitting}, or raise trainer.dp."
             )
 
-        # What the local layers can do and those of TransformerEngine cannot.
+        # Refuse settings that local layers support but TransformerEngine's layers do not.
         if self.cp > 1 and self.layers is LayerSpec.TE:
             raise ValueError(
                 f"trainer.cp={self.cp} needs our attention, and trainer.layers=te has TransformerEngine's: "
@@ -163,15 +165,15 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer."""
+        """Number of ranks of the trainer."""
         return self.tp * self.cp * self.pp * self.dp
 
     def expert_ranks(self, experts: int) -> int:
-        """Return how many ranks share this number of experts: `ep`, unless it is 0."""
+        """Return the number of ranks over which `experts` experts are split: `ep`, unless it is 0."""
         return self.ep or (math.gcd(experts, self.dp * self.cp) if experts else 1)
 
     def stage_layers(self, layers: int) -> list[int]:
-        """Return how many layers each pipeline stage has; the last, with the head, has the fewest.
+        """Return the number of layers of each pipeline stage; the last stage has the head and fewest layers.
 
         >>> TrainerConfig(pp=4).stage_layers(47)
         [12, 12, 12, 11]
@@ -180,7 +182,7 @@ class TrainerConfig:
         """
         each, more = divmod(layers, self.pp)
 
-        # Left-over layers go to middle stages first: the first stage has the embedding, the last the head.
+        # Middle stages get the remaining layers first: the first stage has the embedding, the last the head.
         middle_first = sorted(range(self.pp), key=lambda stage: (stage == self.pp - 1, stage == 0))
         return [each + (stage in middle_first[:more]) for stage in range(self.pp)]
 
@@ -190,10 +192,10 @@ def check_parallel(
 ) -> None:
     """Refuse parallel sizes that cannot work for a model, before anything is started.
 
-    hf_config: the checkpoint's `config.json`. world_size: ranks that exist, when known.
+    hf_config: the checkpoint's `config.json`. world_size: number of existing ranks, if known.
     Raises ValueError with the problem, the value and a hint.
     """
-    # Sizes of the model that tensor parallelism divides.
+    # Tensor parallelism must divide these sizes of the model.
     heads = int(hf_config["num_attention_heads"])
     inner = "moe_intermediate_size" if hf_config.get("moe_intermediate_size") else "intermediate_size"
     sizes = {
@@ -253,16 +255,16 @@ def check_parallel(
 
 
 def count_experts(hf_config: Mapping[str, Any]) -> int:
-    """Return the number of experts in a layer, 0 without experts; families name it differently."""
+    """Return the number of experts in a layer (families use different names for it); 0 without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return max(int(hf_config.get(name) or 0) for name in names)
 
 
 def for_model(config: TrainerConfig, hf_config: Mapping[str, Any]) -> TrainerConfig:
-    """Return the settings for a model: its expert parallel ranks, and layers that have all its parts.
+    """Return the settings with the `ep` and `layers` that fit a model.
 
-    TransformerEngine's layers have no latent attention. hf_config: the checkpoint's `config.json`, which
-    `check_parallel` has accepted.
+    TransformerEngine's layers do not support latent attention. hf_config: the checkpoint's `config.json`,
+    already checked by `check_parallel`.
     """
     config = replace(config, ep=config.expert_ranks(count_experts(hf_config)))
     return replace(config, layers=LayerSpec.LOCAL) if hf_config.get("kv_lora_rank") else config

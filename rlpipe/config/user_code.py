@@ -1,9 +1,9 @@
 """Loads functions from outside the package. Imports no torch.
 
 A setting names a function as `module:function` or as `path/to/file.py:function`. A file's path is relative to
-the folder in which the run was started; `absolute` makes it absolute, so that it is the same file in every
-process. Folders of user code are searched after installed packages, so a file `numpy.py` of the user does not
-replace numpy. Each file is a separate module, so two files with the same name do not collide.
+the folder in which the run was started; `absolute` makes the path absolute, so that it names the same file in
+every process. Folders of user code are searched after installed packages, so a user's file `numpy.py` does
+not replace numpy. Each file is a separate module, so two files with the same name do not collide.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _user_folders: set[str] = set()  # folders of the files that were loaded
 
 
 def is_user_code(name: str) -> bool:
-    """Return whether a setting names a user's function rather than one of the package."""
+    """Return whether a setting names a user's function, and not a function of rlpipe or verl."""
     return ":" in name or name.endswith(".py")
 
 
 def absolute(name: str) -> str:
-    """Return the name of a function with its file's path made absolute; other names as they are.
+    """Return the name of a function with an absolute path of its file; other names are returned unchanged.
 
     >>> absolute("my_env:make_suite"), absolute("/home/me/my_env.py:make_suite")
     ('my_env:make_suite', '/home/me/my_env.py:make_suite')
@@ -43,10 +43,9 @@ def absolute(name: str) -> str:
 def load_function(name: str, *, setting: str, takes: str) -> Callable[..., Any]:
     """Import the function that a setting names, as `module:function` or `path/to/file.py:function`.
 
-    setting, takes: for messages, the setting and the arguments of the function. A module is also searched in
-    the folder in which the run was started, and modules next to a file in its folder; this holds in workers
-    too.
-    Raises ValueError when it cannot be imported or called.
+    setting, takes: name of the setting and arguments of the function, for messages. Modules are also searched
+    in the folder in which the run was started, and a file can import modules in its folder. This also works
+    in workers. Raises ValueError when the function cannot be imported or called.
     """
     where = f"{setting}={name!r}"
     source, _, function = name.rpartition(":")
@@ -78,7 +77,7 @@ def _load(name: str, where: str) -> ModuleType:
 
     try:
         return importlib.import_module(name)
-    # The module is executed when it is imported, and may raise anything.
+    # The import executes the module, which may raise anything.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -91,7 +90,10 @@ def _load(name: str, where: str) -> ModuleType:
 
 
 def _load_file(file: Path, where: str) -> ModuleType:
-    """Execute a file as a module of its own, or return it if it has not changed since. Raises ValueError."""
+    """Execute a file as a separate module; return the loaded module if the file is unchanged.
+
+    Raises ValueError.
+    """
     if not file.is_file():
         siblings = [path.name for path in file.parent.glob("*.py")]
         raise ValueError(
@@ -114,7 +116,7 @@ def _load_file(file: Path, where: str) -> ModuleType:
 
     try:
         spec.loader.exec_module(module)
-    # The file is executed, and may raise anything.
+    # The file's code may raise anything.
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
@@ -128,7 +130,7 @@ def _search(folder: Path) -> None:
     others, path = _user_folders - {str(folder)}, str(folder)
     _user_folders.add(path)
 
-    # The folder comes before those of earlier files, whose modules may have the same names.
+    # Put the folder before the folders of earlier files, because their modules may have the same names.
     sys.path[:] = [entry for entry in sys.path if entry not in others]
     if path not in sys.path:
         sys.path.append(path)
@@ -142,7 +144,7 @@ def _search(folder: Path) -> None:
 
 
 def _hint(module: ModuleType, function: str) -> str:
-    """Return which function of a module was probably meant, or those it has, after a space."""
+    """Return a sentence, after a space, with the function that was probably meant, or all functions."""
     names = [
         name
         for name, value in vars(module).items()
@@ -152,7 +154,7 @@ def _hint(module: ModuleType, function: str) -> str:
 
 
 def _failed(error: BaseException, where: str, at: str) -> ValueError:
-    """Return the refusal of user code that raised an error when it was imported."""
+    """Return the ValueError for user code that raised an error when it was imported."""
     hint = "Correct that line"
     if isinstance(error, ModuleNotFoundError):
         hint = f"Correct that line, install it, or put {error.name}.py into the same folder"
@@ -165,9 +167,9 @@ def described(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException, *, otherwise: str = "") -> str:
-    """Return file and line of the user's code that raised an error, the last frame outside libraries.
+    """Return file and line where the user's code raised an error: the last frame outside libraries.
 
-    otherwise: returned if no frame is the user's; if empty, the last frame of all is returned.
+    otherwise: returned if no frame belongs to the user's code; if empty, the last frame is returned.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -182,7 +184,7 @@ def raised_at(error: BaseException, *, otherwise: str = "") -> str:
 
 
 def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return "file:line `text`" of the user's code in running frames with their lines, outermost first."""
+    """Return "file:line `text`" of the last frame in user code. frames: with lines, outermost first."""
     stack = traceback.StackSummary.extract(iter(frames))
     last = _last_of_user(stack) or (stack[-1] if stack else None)
     return (
@@ -191,8 +193,8 @@ def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _last_of_user(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """Return the last frame that is in the user's code; None when none is."""
-    # Frames of rlpipe, the standard library and installed packages are not the user's.
+    """Return the last frame in the user's code; None if there is none."""
+    # Frames of rlpipe, the standard library and installed packages do not belong to the user's code.
     inside = (_PACKAGE, sys.prefix, sys.base_prefix, "<frozen")
     user_frames = [
         frame
