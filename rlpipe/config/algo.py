@@ -52,8 +52,8 @@ class Correction(Choice):
     TIS_SEQUENCE = "tis_sequence"  # the same with the product of the ratios of a trajectory
     ICEPOP = "icepop"  # weight r if it is between two bounds, else 0
     OBRS = "obrs"  # accepts tokens with probability min(1, r / lam), then reweights them (Jackpot)
-    OBRS_MASK = "obrs_mask"  # the rejection of obrs without its weights; biased (Jackpot Tables 6, 7)
-    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection; also biased
+    OBRS_MASK = "obrs_mask"  # the rejection of obrs without its weights, which is biased (Jackpot Tables 6, 7)
+    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection, which is also biased
     USER = "user"  # a user's correction, named by algo.user_correction
 
     @property
@@ -95,15 +95,15 @@ class ObrsTarget(Choice):
     """The target policy to which the accepted tokens are reweighted."""
 
     CURRENT = "current"  # the policy being updated
-    REFERENCE = "reference"  # the proximal policy; equals the current one if a batch has one optimizer step
+    REFERENCE = "reference"  # the proximal policy, which is the current one if a batch has one optimizer step
 
 
 class ObrsNormalizer(Choice):
     """How the normaliser Z, the accepted probability mass, is computed."""
 
-    TOPK = "topk"  # sum over the candidates (as in the paper); never too large
-    TOPK_TAIL = "topk_tail"  # this sum plus a bound for other tokens; never too small, 1 for equal policies
-    EXACT = "exact"  # sum over the full vocabulary; for checks, because engines send V numbers for each token
+    TOPK = "topk"  # sum over the candidates (as in the paper), which is never too large
+    TOPK_TAIL = "topk_tail"  # this sum plus a bound for other tokens: never too small, 1 for equal policies
+    EXACT = "exact"  # sum over the full vocabulary, for checks: engines send V numbers for each token
 
 
 class ObrsCalibration(Choice):
@@ -111,7 +111,7 @@ class ObrsCalibration(Choice):
 
     NONE = "none"
     ACCEPTED = "accepted"  # share of accepted tokens (as in the paper)
-    PROBABILITY = "probability"  # mean acceptance probability; has the same expectation with less noise
+    PROBABILITY = "probability"  # mean acceptance probability, which has the same expectation with less noise
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class AlgoConfig:
     """Divide by the group's standard deviation (false: Dr. GRPO). Only the grpo family uses this setting."""
 
     credit: Credit = Credit.EPISODE
-    """See `Credit`; `turn` is for environments that reward single turns."""
+    """See `Credit`. `turn` is for environments that reward single turns."""
 
     policy_loss: str = "vanilla"
     """A verl policy loss, or a user's function; see `rlpipe.algo.user_functions`."""
@@ -184,7 +184,7 @@ class AlgoConfig:
     """Weight of the KL penalty relative to the initial policy; with 0, no reference policy is in memory."""
 
     kl_kind: KlKind = KlKind.K3
-    """Estimator of the KL penalty; see `KlKind`."""
+    """Estimator of the KL penalty. See `KlKind`."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -206,7 +206,7 @@ class AlgoConfig:
     """See `Proximal`."""
 
     mask: MaskRule = MaskRule.NONE
-    """Mask applied on top of any correction; see `MaskRule`."""
+    """Mask that is applied in addition to the correction. See `MaskRule`."""
 
     mask_high: float | None = None
     """Upper bound of the mask's statistic; for k1, the upper bound of pi_rollout / pi_trainer."""

@@ -19,9 +19,9 @@ class DataFormat(Choice):
     """How a data set is stored."""
 
     AUTO = "auto"  # recognised by the name
-    JSONL = "jsonl"  # an object per line; also .gz
-    JSON = "json"  # a list of objects; also .gz
-    CSV = "csv"  # the first line has the names of columns; also .gz
+    JSONL = "jsonl"  # an object per line, also as .gz
+    JSON = "json"  # a list of objects, also as .gz
+    CSV = "csv"  # the first line has the names of columns, also as .gz
     PARQUET = "parquet"
     HUGGING_FACE = "hf"  # a folder, or an id on the Hugging Face hub, read by the library `datasets`
 

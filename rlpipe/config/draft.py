@@ -16,7 +16,7 @@ from rlpipe.models.checkpoint import has_mtp
 class DraftTrain(Choice):
     """Whether the draft model is trained during RL: the MTP layer, or the EAGLE-3 draft of spec.drafter."""
 
-    OFF = "off"  # never updated; the embedding and head that it shares with the target still change
+    OFF = "off"  # never updated, but the embedding and head that it shares with the target still change
     ONLINE = "online"  # co-trained on every RL batch, from hidden states of the policy's forward pass
 
 
@@ -32,7 +32,7 @@ class DraftConfig:
     """Objective of the draft, before and during RL."""
 
     anchors: AnchorWeighting = AnchorWeighting.UNIFORM
-    """See `AnchorWeighting`; not used by objectives on windows."""
+    """See `AnchorWeighting`. Not used by objectives on windows."""
 
     depths: int = 3
     """Number of draft depths to train; spec.gamma is best. If there are several MTP layers, each is trained

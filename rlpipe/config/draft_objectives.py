@@ -11,13 +11,13 @@ class DraftObjective(Choice):
     HARD_CE = "hard_ce"  # cross-entropy with the sampled token as label
     KL = "kl"  # KL(target || draft)
     REVERSE_KL = "reverse_kl"  # KL(draft || target)
-    TV = "tv"  # total variation (the rejected mass), averaged over depths
+    TV = "tv"  # total variation, which is the rejected mass, at each depth
     TV_LINEAR = "tv_linear"  # as tv, with weight (K - k + 1) / K for depth k
     TV_DECAY = "tv_decay"  # as tv, with weight 0.8^(k - 1) for depth k
     TV_CLAMP = "tv_clamp"  # as tv, clamped to 0.9: rows with little overlap have no gradient
     TV_TOP = "tv_top"  # as tv, but only over the draft's 1,000 largest logits
     LK = "lk"  # KL if the overlap is small, TV if it is large
-    EAGLE1 = "eagle1"  # distance of hidden states, plus a small KL; only for an MTP layer
+    EAGLE1 = "eagle1"  # distance of hidden states, plus a small KL, only for an MTP layer
     E2E_TV = "e2e_tv"  # rejected share of a chain, from the product of overlaps
     E2E_CHAIN = "e2e_chain"  # rejected share of a chain, exact for tokens that the target sampled
     E2E_BLOCK = "e2e_block"  # rejected share under block verification

@@ -66,8 +66,8 @@ class ToolName(Choice):
 class SandboxBackend(Choice):
     """How a command is isolated."""
 
-    BUBBLEWRAP = "bubblewrap"  # namespaces on this machine; for instances that contain their files
-    DOCKER = "docker"  # one container for each episode; for instances that are stored in an image
+    BUBBLEWRAP = "bubblewrap"  # namespaces on this machine, for instances that contain their files
+    DOCKER = "docker"  # one container for each episode, for instances that are stored in an image
     SINGULARITY = "singularity"  # as docker, but without a daemon
 
 
@@ -170,7 +170,7 @@ class ToolsConfig:
     """Syntax in which calls are written."""
 
     schema: ToolSchema = ToolSchema.TEMPLATE
-    """Where the model reads the schemas of the tools; see `ToolSchema`."""
+    """Where the model reads the schemas of the tools. See `ToolSchema`."""
 
     families: list[str] = field(default_factory=lambda: ["value", "times", "sum", "difference"])
     """Kinds of questions in training and in held_instances; see `rlpipe.envs.tools.generate`."""
@@ -337,7 +337,7 @@ class EnvConfig:
     """Settings of the environment."""
 
     name: EnvName = EnvName.SWE
-    """The environment; see `EnvName`."""
+    """Name of the environment. See `EnvName`."""
 
     train_file: str = "shipped:data/swe/train.jsonl"
     """SWE instances to train on: JSONL, or parquet as SWE-bench and SWE-Gym are published."""

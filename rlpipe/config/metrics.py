@@ -18,7 +18,7 @@ class WandbMode(Choice):
     """Whether records for Weights & Biases are uploaded, stored locally or not written."""
 
     AUTO = "auto"  # online if logged in, offline otherwise
-    OFFLINE = "offline"  # wandb/ in the run directory; upload later with `wandb sync`
+    OFFLINE = "offline"  # stored in wandb/ of the run directory, to upload later with `wandb sync`
     ONLINE = "online"  # needs a login
     OFF = "off"
 
@@ -31,7 +31,7 @@ class MetricsConfig:
     """Show progress on the terminal (or one plain line per step if standard output is not a terminal)."""
 
     wandb: WandbMode = WandbMode.AUTO
-    """Whether W&B records are uploaded; see `WandbMode`."""
+    """Whether W&B records are uploaded. See `WandbMode`."""
 
     wandb_project: str = "rlpipe"
     """Project of the W&B records."""

@@ -25,7 +25,7 @@ class KvOnUpdate(Choice):
     """What happens to cached keys and values when weights are replaced."""
 
     KEEP = "keep"  # unfinished requests continue with the KV of the old weights
-    RECOMPUTE = "recompute"  # their KV is rebuilt with the new weights; idle conversations are dropped
+    RECOMPUTE = "recompute"  # their KV is computed again with the new weights, and idle KV is dropped
 
 
 class Dtype(Choice):
@@ -71,7 +71,7 @@ class RolloutConfig:
     """"auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ..."""
 
     dtype: Dtype = Dtype.FLOAT32
-    """Dtype of the engine; see `Dtype`."""
+    """Dtype of the engine. See `Dtype`."""
 
     threads: int = 1
     """Number of CPU threads of an engine."""

@@ -9,8 +9,8 @@ class RunMode(Choice):
     """The components that run (setting `run.half`)."""
 
     BOTH = "both"
-    ROLLOUT = "rollout"  # generate and score batches with fixed weights, and dump them; no trainer runs
-    TRAIN = "train"  # train on the batches of a dump, in their order; no engine runs
+    ROLLOUT = "rollout"  # generate and score batches with fixed weights, and dump them (no trainer)
+    TRAIN = "train"  # train on the batches of a dump, in their order (no engines)
 
     @property
     def generates(self) -> bool:

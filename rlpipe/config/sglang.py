@@ -15,7 +15,7 @@ class WeightTransfer(Choice):
     SHARED = "shared"  # through memory that the worker writes and its server maps
     COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL or gloo)
     IPC = "ipc"  # servers map memory of the trainer on the same GPU (CUDA IPC) or host
-    DISK = "disk"  # as a checkpoint that the server reads; needs a folder that trainer and server can access
+    DISK = "disk"  # as a checkpoint that the server reads, in a folder that trainer and server can access
 
     @property
     def is_broadcast(self) -> bool:
@@ -26,7 +26,7 @@ class WeightTransfer(Choice):
 class CanaryReaction(Choice):
     """The reaction if a server's weights differ from the weights that were sent."""
 
-    RETRY = "retry"  # send them once more; if they still differ, end the run
+    RETRY = "retry"  # send them once more, and end the run if they still differ
     NO_SPECULATION = "no_speculation"  # as retry, but if only the draft is stale, stop drafting instead
     STOP = "stop"  # end the run at once
 

@@ -15,7 +15,7 @@ class SpecMode(Choice):
     TARGET_ONLY = "target_only"  # draft = argmax of q, accepted with probability p(draft)
     REJECTION = "rejection"  # draft sampled from q, accepted with probability min(1, p/q)
     BLOCK = "block"  # as rejection, but verifies all drafts of a step together (accepts at least as many)
-    GREEDY = "greedy"  # draft = argmax of q, accepted if it is the argmax of p; temperature 0 only
+    GREEDY = "greedy"  # draft = argmax of q, accepted if it is the argmax of p (only at temperature 0)
     TREE = "tree"  # several draft tokens per position, siblings verified in rounds
 
 

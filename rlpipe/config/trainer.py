@@ -96,7 +96,7 @@ class TrainerConfig:
     """Number of optimizer steps in which the learning rate rises."""
 
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
-    """Schedule over optimizer steps; see `LrSchedule`."""
+    """Schedule over optimizer steps. See `LrSchedule`."""
 
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
