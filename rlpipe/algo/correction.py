@@ -93,9 +93,9 @@ def correct(
 ) -> Corrected:
     """Compute weights, accepted tokens and off-policy metrics of one micro-batch.
 
-    All tensors are [B, S] and detached; the mask has at least one 1. current_logprobs: of the policy being
-    updated. trainer_logprobs: of the proximal policy. rollout_logprobs: of the policy that sampled. rule: the
-    result of `make_rule(config)`, which has a state. extras: the data that the rule declared. Metrics are
+    All tensors are [B, S] and detached; the mask has at least one 1. The logprobs are of the policy being
+    updated (current), the proximal policy (trainer) and the policy that sampled (rollout). rule: the result
+    of `make_rule(config)`, which has a state. extras: the data that the rule declared. Metrics are
     `rollout_corr/*`; `add_sample_size` completes them after their reduction. Raises ValueError when a rule
     lacks data that it needs, or breaks the contract.
     """

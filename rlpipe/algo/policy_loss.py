@@ -69,9 +69,9 @@ class LossTotals:
 class LossInputs:
     """Tokens of one micro-batch: tensors [B, S] float32, zero where mask is 0.
 
-    logprobs, entropies: of the policy being updated, with the graph. old_logprobs: of the policy at the start
-    of the batch. rollout_logprobs: of the policy that sampled. reference_logprobs: of the reference policy;
-    None without a KL penalty. mask: 1 for tokens that are trained on.
+    logprobs, entropies: under the policy being updated, with the graph. old_logprobs: under the policy at the
+    start of the batch. rollout_logprobs: under the policy that sampled. reference_logprobs: under the
+    reference policy; None without a KL penalty. mask: 1 for tokens that are trained on.
     """
 
     logprobs: torch.Tensor

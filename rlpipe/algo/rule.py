@@ -36,8 +36,8 @@ class TokenExtras:
 class CorrectionInputs:
     """One micro-batch. All tensors are [B, S] float32, detached, and 0 where mask is 0.
 
-    trainer_logprobs: of the proximal policy. rollout_logprobs: of the policy that sampled.
-    current_logprobs: of the policy being updated. mask: 1 for tokens that are trained on.
+    trainer_logprobs: under the proximal policy. rollout_logprobs: under the policy that sampled.
+    current_logprobs: under the policy being updated. mask: 1 for tokens that are trained on.
     threshold, low: `algo.correction_threshold` and `algo.correction_low`; a rule may ignore them.
     extras: further data that the rule declared.
     """
@@ -116,7 +116,7 @@ class CorrectionRule:
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, Value]) -> None:
-        """Update the state from the metrics of a batch, reduced over all ranks, by their full names."""
+        """Update the state from the metrics of a batch (full name -> value, reduced over all ranks)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the trainer's checkpoint saves; it is the same on every rank."""

@@ -60,10 +60,11 @@ class MicroBatch:
     branches: consecutive branches that cover the N tokens.
     sources: [P] index (in tokens) of the position that predicts each sampled token; positions that siblings
         share occur several times. targets: [P] the sampled tokens.
-    mask: [B, R] 1 for each sampled token, from the left in each row; R is the maximum of sampled tokens in a
-        row. In row-major order the ones are the P predictions. indices: [B, R] index of the sampled token in
-        its trajectory.
-    rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
+    mask: [B, R] 1 for each sampled token, from the left in each row; R is the largest number of sampled
+    tokens
+        in a row. In row-major order the ones are the P predictions. indices: [B, R] index of the sampled
+        token in its trajectory.
+    rollout_logprobs, advantages: [B, R] logprob and advantage of the sampled token, 0 where mask is 0.
     columns: name -> further numbers [P] of the predictions, if the correction needs them.
     candidates: candidate tokens of the predictions, if the correction needs them.
     routes: [N, layers with experts, experts per token], the experts that read each token in the rollout, as
@@ -152,7 +153,7 @@ class PackedBatch:
     """A batch ready for the trainer; every rank receives all of it and reads its shard.
 
     lengths: number of tokens of every trajectory, packed or not.
-    temperature: of the rollout; logprobs are computed from softmax(logits / temperature).
+    temperature: the rollout's temperature; logprobs are computed from softmax(logits / temperature).
     skipped: number of trajectories left out for their zero advantage.
     shared_tokens: number of tokens that are not run because an earlier trajectory has them.
     padding_tokens: number of tokens that pad rows, or pad micro-batches to a multiple.

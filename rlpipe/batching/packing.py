@@ -58,7 +58,7 @@ def pack(
         token_budget: maximum number of tokens of a micro-batch.
         dp_size: number of data parallel ranks.
         minibatches: number of optimizer steps of a pass; trajectories are assigned to them at random.
-        temperature: of the rollout.
+        temperature: the rollout's temperature.
         skip_zero_advantage: leave out trajectories with only zero advantages; they still count in the totals.
         draft_learns: lay these out too, in micro-batches that only the draft reads
         (`MiniBatch.draft_shards`).
@@ -66,7 +66,7 @@ def pack(
         to
             the longest row (see `MegatronTrainer.shares_prefixes`).
         columns, candidates, routes: see `TrainingData`.
-        seed: of the random assignment to minibatches.
+        seed: seed of the random assignment to minibatches.
 
     Raises:
         ValueError: a trajectory exceeds the budget, or lacks top_logprobs although candidates are requested.

@@ -52,8 +52,8 @@ class Correction(Choice):
     TIS_SEQUENCE = "tis_sequence"  # the same with the product of the ratios of a trajectory
     ICEPOP = "icepop"  # weight r if it is between two bounds, else 0
     OBRS = "obrs"  # accepts tokens with probability min(1, r / lam), then reweights them (Jackpot)
-    OBRS_MASK = "obrs_mask"  # the rejection of obrs without its weights, which is biased (Jackpot Tables 6, 7)
-    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection, which is also biased
+    OBRS_MASK = "obrs_mask"  # the biased rejection of obrs without its weights (Jackpot Tables 6, 7)
+    OBRS_WEIGHT = "obrs_weight"  # the weights of obrs without its rejection, also biased
     USER = "user"  # a user's correction, named by algo.user_correction
 
     @property

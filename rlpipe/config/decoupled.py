@@ -114,7 +114,7 @@ class DecoupledConfig:
 def check_actor(
     actor_path: Path, actor: Mapping[str, Any], policy_path: Path, policy: Mapping[str, Any], config: Any
 ) -> None:
-    """Refuse an actor whose tokens differ from the policy's, or that the trainer cannot split.
+    """Refuse an actor that has other tokens than the policy, or that the trainer cannot split.
 
     actor, policy: `config.json` of both. config: the run's settings. Raises ValueError with a hint.
     """

@@ -52,7 +52,7 @@ class Eagle3Shape:
     """Dimensions of a draft model: one Llama layer of its target's size."""
 
     layers: tuple[int, ...]
-    """Layers of the target whose outputs the draft reads."""
+    """Layers of the target; the draft reads their outputs."""
 
     hidden: int
     """Width of the hidden states."""

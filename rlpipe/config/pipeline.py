@@ -12,7 +12,7 @@ from rlpipe.config.limits import at_least
 class Stale(Choice):
     """The rule that limits staleness, and the resulting order of training."""
 
-    WAIT = "wait"  # prompts start only if they cannot become too stale, so training is in order and drops no group
+    WAIT = "wait"  # prompts start only if they cannot become too stale; training in order, without drops
     DROP = "drop"  # groups are trained on in the order in which they finish, and too stale groups are dropped
     KEEP = "keep"  # as drop, but groups of any age are trained on (needs an algo.correction)
 

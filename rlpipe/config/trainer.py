@@ -31,8 +31,8 @@ class Recompute(Choice):
     """The activations that the backward pass recomputes to save memory."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # those of each layer's MLP or experts, which are the largest
-    FULL = "full"  # those of every layer
+    SELECTIVE = "selective"  # activations of each layer's MLP or experts, which are the largest
+    FULL = "full"  # all activations of every layer
 
 
 class LayerSpec(Choice):

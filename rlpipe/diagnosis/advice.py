@@ -31,16 +31,16 @@ LOOKUP_HINT = "a lookup learns nothing, so use a draft that does (docs/drafters.
 class Setup:
     """The settings that the rules read.
 
-    mode, gamma, adaptive, suffix: of `spec`.
-    depths, objective: of `draft`.
+    mode, gamma, adaptive, suffix: settings of `spec`.
+    depths, objective: settings of `draft`.
     mtp: whether drafts come from the checkpoint's MTP layer.
     lookup: whether drafts are looked up, so that there is no draft model to train.
     online: whether the draft is trained during the run.
-    max_staleness, filter_equal_rewards, filter_limit: of `pipeline`.
-    workers, max_new_tokens, max_context: of `rollout`.
+    max_staleness, filter_equal_rewards, filter_limit: settings of `pipeline`.
+    workers, max_new_tokens, max_context: settings of `rollout`.
     draft_cost: cost of one draft pass, in plain decode steps.
-    env_threads: threads of a rollout worker.
-    max_turns: of `env`.
+    env_threads: `env.threads`, the environment threads of a rollout worker.
+    max_turns: setting of `env`.
     """
 
     mode: str

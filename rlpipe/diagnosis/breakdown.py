@@ -30,7 +30,7 @@ from rlpipe.metrics.statistics import Estimate, cr1_error
 from rlpipe.spec.suffix import continue_suffix
 
 BUCKET_TOKENS = 32  # sampled tokens of a bin of positions
-ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0)  # nat; the last bin is open
+ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0)  # edges of bins, in nat; the last bin has no upper edge
 SHOWN_DEPTH = 1
 
 
@@ -41,11 +41,11 @@ class VerifiedDrafts:
     trajectory: index of the trajectory's record.
     depth: 1, 2, ...
     kept: whether the token was accepted.
-    accept: probability of accepting the token, by the rule of a chain: min(1, p / q).
+    accept: probability of accepting the token under the chain rule: min(1, p / q).
     position: number of sampled tokens before the token in its trajectory.
     turn: 0, 1, ...
     kind: token class, "" if unknown.
-    entropy: of the target at the token, nat.
+    entropy: entropy of the target at the token, in nat.
     """
 
     trajectory: np.ndarray

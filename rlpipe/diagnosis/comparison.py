@@ -77,7 +77,7 @@ class Reading:
         return f"{self.mean:{spec}} [{self.interval.low:{spec}}, {self.interval.high:{spec}}]"
 
     def minus(self, other: Reading) -> Interval | None:
-        """Return the difference of two arms: Welch's over seeds, else that of the intervals if both exist."""
+        """Return the difference of two arms: by Welch's test over seeds, else from the two intervals."""
         if min(len(self.values), len(other.values)) > 1 and len({*self.values, *other.values}) > 2:
             return difference(self.values, other.values)
         if self.interval is None or other.interval is None:

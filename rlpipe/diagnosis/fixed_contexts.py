@@ -32,7 +32,7 @@ class Pooled:
     """Contexts of a probe, [n] each.
 
     alpha: acceptance probability.
-    entropy: of the target, nat.
+    entropy: entropy of the target, in nat.
     clusters: index of the trajectory.
     """
 
@@ -89,7 +89,7 @@ def decompose_between(
 
 
 def decompose_fixed(run: RunData, level: float = LEVEL) -> dict[tuple[str, int | None], list[Decomposition]]:
-    """Decompose the change of every later probe against the first.
+    """Decompose the changes from the first probe to every later probe.
 
     Returns:
         (rule, depth) -> decompositions in the order of the probes; depth None means all depths. {} for fewer

@@ -182,9 +182,9 @@ class Probe:
 
 
 def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory]:
-    """Return the first trajectories whose sampled tokens fit into a number of contexts.
+    """Return as many of the first trajectories as have at most `contexts` sampled tokens in total.
 
-    Always at least `MIN_TRAJECTORIES`.
+    Returns at least `MIN_TRAJECTORIES`, even if they have more tokens.
     """
     chosen, used = [], 0
     for trajectory in trajectories:
@@ -229,7 +229,7 @@ def predicted_lengths(tables: Sequence[ProbeTable]) -> dict[str, np.ndarray]:
 
     Returns:
         rejection, target_only: [n].
-    Source: Leviathan et al., Alg. 1, by change of measure (`recipes/theory.py`).
+    Source: Leviathan et al., Alg. 1, with a change of measure (`recipes/theory.py`).
     """
     lengths = {}
     for rule, passed in (("rejection", "accept"), ("target_only", "top")):

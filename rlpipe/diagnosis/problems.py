@@ -72,7 +72,7 @@ def problems_of(run: RunData) -> Iterator[Finding]:
 
 
 def change_of(run: RunData, name: str) -> Interval | None:
-    """Return the mean of a metric's last third minus that of its first; None for fewer than 24 values."""
+    """Return the change of a metric's mean from first to last third; None for fewer than 24 values."""
     values = np.array(run.series(name)[1])
     return contrast(values, thirds(len(values))) if len(values) >= MIN_STEPS else None
 

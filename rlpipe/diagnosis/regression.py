@@ -81,7 +81,7 @@ def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: flo
 
 
 def _huber_fit(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fit coefficients and residuals, by iteratively reweighted least squares."""
+    """Return coefficients and residuals of a fit by iteratively reweighted least squares."""
     coefficients = np.linalg.lstsq(design, y, rcond=None)[0]
     for _ in range(50):
         residuals = y - design @ coefficients

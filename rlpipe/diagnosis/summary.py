@@ -177,7 +177,7 @@ def _bound(run: RunData) -> Finding | None:
 
 
 def _bound_by_generation(run: RunData, share: float) -> Finding:
-    """Decide whether engines or environments are slow. share: of the step's time that waits for rollouts."""
+    """Decide whether engines or environments are slow. share: part of the step that waits for rollouts."""
     waiting = f"the trainer waits for rollouts, {share:.0%} of the step's time"
     engine, env = (late(run, f"perf/utilisation/{role}") for role in ("rollout", "env"))
     in_environment, attempt = (late(run, f"timing_s/{part}") for part in ("sandbox", "gen"))

@@ -9,8 +9,8 @@ failing sink never affects the run.
 
 emit, commit and event never wait for a sink. Each sink has a thread and a bounded queue. When the queue is
 full, records are dropped (one `sink_slow` event). After `MAX_ERRORS` failures in a row the sink is disabled
-until the run ends (one `sink_disabled` event, which the other sinks still record). A full disk disables no
-sink, because it may have space again later: sinks keep trying, and only one warning (`disk_full`) is emitted.
+until the run ends (one `sink_disabled` event, which the other sinks still record). A full disk does not
+disable a sink, because it may have space again later: sinks keep trying, after one `disk_full` warning.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _MAX_CHARACTERS = 600  # of the prompt, and also of the answer
 
 
 class Sample(TypedDict):
-    """split: held-out set. prompt: user's message. answer: model's last turn. reward: of this attempt."""
+    """split: held-out set. prompt: user's message. answer: model's last turn. reward: attempt's reward."""
 
     split: str
     prompt: str

@@ -57,7 +57,7 @@ class Estimate:
     """An estimate with a symmetric interval of Student's t.
 
     value: nan without observations.
-    se: standard error, nan where it is unknown.
+    se: standard error, nan if it is unknown.
     df: degrees of freedom.
     level: probability that the interval covers the true value, such as 0.99.
     """
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half the width of the interval; nan where the error is unknown."""
+        """Half the width of the interval; nan if the error is unknown."""
         return t_quantile((1 + self.level) / 2, self.df) * self.se
 
     @property

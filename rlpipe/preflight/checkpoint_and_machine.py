@@ -49,7 +49,7 @@ _CONNECT_S = 3.0
 _TRAJECTORY_BYTES = 4096  # size of the shortest trajectory and its record
 _FLOPS = {"cpu": 5e10, "cuda": 1e15}  # FLOP/s of a CPU core and of a GPU: more than any of them reaches
 _READ_AT_LAUNCH = 4 << 30  # weights up to this many bytes are read before the start
-_OPEN_FILES = 512  # sockets, pipes and files of a small run with Ray, with some reserve
+_OPEN_FILES = 512  # number of sockets, pipes and files that a small run with Ray needs, plus a reserve
 _LONGEST_STEP_S = 86400.0
 _QUESTION, _ANSWER = "question-marker", "answer-marker"
 

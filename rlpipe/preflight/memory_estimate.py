@@ -143,7 +143,7 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
 def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: int, on_gpu: bool) -> Memory:
     """Estimate a trainer rank that has some of the layers.
 
-    in_flight: micro-batches whose activations are stored at once.
+    in_flight: number of micro-batches with activations in memory at once.
     """
     trainer = config.trainer
     half = trainer.precision is Precision.BF16
@@ -287,7 +287,7 @@ def _activations(
         mlp += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
         backward += tokens * size * 2 * copies * hidden
 
-    # The head, whose logits are computed in chunks of rows.
+    # Add the head; its logits are computed in chunks of rows.
     row = vocab * size
     rows = max(1, HEAD_BYTES[on_gpu] // row)
     chunks = (2 if tokens <= rows else 3) * min(tokens, rows) * row

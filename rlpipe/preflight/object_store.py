@@ -4,7 +4,7 @@ Counts only these two: everything else in a trajectory is tens of bytes per toke
 send weights to the servers itself, a version is in the object store of the trainer's node, and in the store
 of every node with a rollout worker. Finished groups stay in the store of the driver's node until they are
 trained on, as views that cannot be moved. The groups of a step are stored there a second time, as one object,
-which is copied to each node with a trainer rank. At full length:
+which is copied to each node with a trainer rank. If all trajectories have full length:
 
     a version the trained weights of target and draft, in the trainer's dtype
     a token   layers with experts * experts per token * 1 byte (2 bytes for 256 or more experts)

@@ -338,7 +338,7 @@ def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, A
 
 
 def _require_sampling(config: Config, need: str) -> None:
-    """Refuse greedy rollouts where a distribution is needed. Raises ValueError.
+    """Refuse greedy rollouts if a distribution is needed. Raises ValueError.
 
     need: the first clause of the message.
     """

@@ -74,10 +74,10 @@ class AdaptiveGamma:
     deepest drafted one. If the latest rows contradict the estimate, prompts or weights have changed, and
     older counts are dropped.
 
-    Trials have a budget: each step adds `BUDGET` of its time to it, and a trial begins when the budget covers
-    its expected loss. A trial can lose more than expected, for example if a draft model must first read
-    tokens that it has missed; the next trial then waits until the budget covers that loss, too. The first
-    trials of each neighbour do not wait. The gamma in use changes only if this promises `margin` more
+    Trials have a budget. Each step adds a share `BUDGET` of its time, and a trial begins when the budget
+    covers its expected loss. A trial can lose more than expected, for example if a draft model must first
+    read tokens that it has missed; the next trial then waits until the budget covers that loss, too. The
+    first trials of each neighbour do not wait. The gamma in use changes only if this promises `margin` more
     throughput.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}

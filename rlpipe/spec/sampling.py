@@ -111,10 +111,10 @@ def sample_tiles(
 
     fill: called with a row of the batch (a slice) and a buffer [1, V]; writes the row's weights to the
     buffer.
-    uniforms: [B] float64. dtype: of the weights. fallback: slice -> weights [1, V] for rows without mass;
-    None if every row has mass. Returns [B] int64, the same tokens as `sample_cdf`, unless the uniform is
-    within V * 2**-52 of a boundary. There the two functions round differently, and both neighbouring tokens
-    are correct.
+    uniforms: [B] float64. dtype: dtype of the weights. fallback: slice -> weights [1, V] for rows without
+    mass; None if every row has mass. Returns [B] int64, the same tokens as `sample_cdf`, unless the uniform
+    is within V * 2**-52 of a boundary. There the two functions round differently, and both neighbouring
+    tokens are correct.
 
     Tiles of float32 are first summed in float32, which is many times faster than float64 on a CPU. They are
     summed again in float64 if rounding might have changed the token.

@@ -94,7 +94,7 @@ class Tree:
         return _paths(self).clone()
 
     def ancestor_mask(self) -> torch.Tensor:
-        """Return [N + 1, N + 1] bool: row n is True where n attends, at itself and its ancestors."""
+        """Return [N + 1, N + 1] bool: row n is True at the nodes that n attends to: n and its ancestors."""
         mask = torch.eye(len(self.parents), dtype=torch.bool)
         for node in range(1, len(self.parents)):
             mask[node] |= mask[self.parents[node]]

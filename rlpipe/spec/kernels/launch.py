@@ -75,7 +75,7 @@ def verify_chain(
     scale = new(batch, dtype=torch.float64)
     prefix_mass = mass
 
-    # Collect the arguments of all kernels, then those of acceptance and of the search for the token.
+    # Collect the arguments that all kernels share, then those that only some kernels need.
     draft, target = (_with_adjacent_tokens(probs) for probs in (draft, target))
     probs = (draft, target, *draft.stride()[:2], *target.stride()[:2], vocab)
     shape: dict[str, Any] = {
