@@ -159,7 +159,7 @@ def kept_logprobs(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> to
 def normalizer_bounds(
     target: torch.Tensor, rollout: torch.Tensor, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bound Z from K candidate tokens: the sum over them, and this plus the most that others can add.
+    """Return a lower and an upper bound of Z, from K candidate tokens and the mass of all other tokens.
 
         lower = sum_K min(q, p / lam)                                  the paper's Z_approx
         upper = 1 - sum_K (q - p / lam)^+ - (q_tail - p_tail / lam)^+  = lower + min(q_tail, p_tail / lam)

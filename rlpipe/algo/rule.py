@@ -62,8 +62,7 @@ class TokenWeights:
 
     weights: [B, S], factor of each token's loss; None: all ones.
     mask: [B, S], the accepted tokens, a subset of `inputs.mask`. The other tokens are left out of the loss,
-    but
-        still count in its normalisation.
+        but still count in its normalisation.
     metrics: by name, logged as `rollout_corr/NAME`; a number is a mean over the accepted tokens.
     """
 
@@ -76,10 +75,8 @@ class CorrectionRule:
     """Base class of corrections; a subclass overrides `weigh` and the declarations it needs.
 
     target_at_start: whether the policy at the start of the batch scores the candidates, instead of the
-    current
-        policy.
-    counts_masked: whether the metrics count rejected tokens together with the tokens that `algo.mask`
-    rejects.
+        current policy.
+    counts_masked: whether the metrics count rejected tokens together with those that `algo.mask` rejects.
     """
 
     target_at_start = False

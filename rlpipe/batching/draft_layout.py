@@ -27,9 +27,8 @@ from rlpipe.batching.micro_batch import Branch, MicroBatch, Path, first_tokens
 class DraftBatch:
     """M anchors that the draft reads, and R turns of at most L tokens on which the loss is computed.
 
-    places: [M] index of each anchor in the micro-batch's tokens. positions: [M] position of each anchor in
-    its
-        trajectory.
+    places: [M] index of each anchor in the micro-batch's tokens.
+    positions: [M] position of each anchor in its trajectory.
     following: [K, M] tokens read at depths 1..K, 0 past the end. branches: consecutive branches that cover M.
     owners: [R] the micro-batch's row of each turn.
     tokens: [R, L] the token before a turn, then the turn, padded. sampled: [R, L] bool, True for the turn's
@@ -55,8 +54,7 @@ def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> Draf
     Args:
         micro_batch: the layout for the backbone.
         depths: K, number of tokens that the draft reads after an anchor.
-        multiple: the number of anchors is padded to a multiple of this, with a branch to which no token
-        attends.
+        multiple: the number of anchors is padded to a multiple of this, with a branch that no token reads.
     """
     starts = np.cumsum([0, *(branch.length for branch in micro_batch.branches)])
     ends = np.cumsum(micro_batch.mask.sum(1).astype(np.int64))

@@ -61,9 +61,8 @@ class MicroBatch:
     sources: [P] index (in tokens) of the position that predicts each sampled token; positions that siblings
         share occur several times. targets: [P] the sampled tokens.
     mask: [B, R] 1 for each sampled token, from the left in each row; R is the largest number of sampled
-    tokens
-        in a row. In row-major order the ones are the P predictions. indices: [B, R] index of the sampled
-        token in its trajectory.
+        tokens in a row. In row-major order the ones are the P predictions.
+    indices: [B, R] index of the sampled token in its trajectory.
     rollout_logprobs, advantages: [B, R] logprob and advantage of the sampled token, 0 where mask is 0.
     columns: name -> further numbers [P] of the predictions, if the correction needs them.
     candidates: candidate tokens of the predictions, if the correction needs them.

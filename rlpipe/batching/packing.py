@@ -60,11 +60,9 @@ def pack(
         minibatches: number of optimizer steps of a pass; trajectories are assigned to them at random.
         temperature: the rollout's temperature.
         skip_zero_advantage: leave out trajectories with only zero advantages; they still count in the totals.
-        draft_learns: lay these out too, in micro-batches that only the draft reads
-        (`MiniBatch.draft_shards`).
-        share_prefixes: run common prefixes only once. If False, the budget limits the tokens of rows padded
-        to
-            the longest row (see `MegatronTrainer.shares_prefixes`).
+        draft_learns: lay these out too, in micro-batches for the draft only (`MiniBatch.draft_shards`).
+        share_prefixes: run common prefixes only once. If False, the budget limits the tokens of rows that are
+            padded to the longest row (see `MegatronTrainer.shares_prefixes`).
         columns, candidates, routes: see `TrainingData`.
         seed: seed of the random assignment to minibatches.
 

@@ -50,8 +50,9 @@ class AdaptConfig:
 
     context_weight: float = 0.0
     """Weight (0..1) of tokens that the model did not generate (prompt, tool output); generated tokens have
-    weight 1. Engines draft only tokens that the model generates, and 0 trains only on these. Other tokens
-    bias hard labels, and are refused by objectives that are exact only for tokens of the model."""
+    weight 1. Engines draft only tokens that the model generates; with 0, the draft trains only on these.
+    Other tokens bias hard labels, and are refused by objectives that are exact only for tokens of the
+    model."""
 
     in_domain: list[str] = field(default_factory=list)
     """In-domain held-out sets. An entry is an environment (`swe`: all its held-out sets), one of its sets

@@ -1,4 +1,4 @@
-"""Settings of a separate rollout model, smaller than the policy it generates for (Jackpot). No torch."""
+"""Settings of a separate rollout model that is smaller than the policy (Jackpot). Imports no torch."""
 
 from __future__ import annotations
 

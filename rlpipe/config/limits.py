@@ -8,7 +8,7 @@ from typing import Any
 
 
 def did_you_mean(given: str, known: Iterable[str], *, most: int = 1) -> str:
-    """Return a sentence, after a space, with the at most `most` closest known names; empty if none is close.
+    """Return a space and a sentence with at most `most` of the closest known names; empty if none is close.
 
     >>> did_you_mean("rejecton", ["rejection", "none"])
     ' Did you mean rejection?'

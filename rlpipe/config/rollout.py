@@ -11,7 +11,7 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least
 from rlpipe.config.sglang import SglangConfig
 
-PARKED = 2  # an embedded engine's capacity for conversations without a row, as a multiple of its rows'
+PARKED = 2  # capacity for conversations without a row, as a multiple of the capacity of all rows
 
 
 class EngineKind(Choice):
@@ -25,7 +25,7 @@ class KvOnUpdate(Choice):
     """What happens to cached keys and values when weights are replaced."""
 
     KEEP = "keep"  # unfinished requests continue with the KV of the old weights
-    RECOMPUTE = "recompute"  # their KV is computed again with the new weights, and idle KV is dropped
+    RECOMPUTE = "recompute"  # KV of unfinished requests is computed with the new weights, other KV is dropped
 
 
 class Dtype(Choice):
@@ -77,7 +77,7 @@ class RolloutConfig:
     """Number of CPU threads of an engine."""
 
     prefill_tokens: int = 4096
-    """Maximum number of prompt tokens processed between two decode steps; one request always fits."""
+    """Maximum number of prompt tokens processed between two decode steps; one request is always processed."""
 
     cuda_graphs: bool = True
     """On a GPU, capture the embedded engine's decode passes as CUDA graphs, one for each of a few shapes, and

@@ -46,8 +46,8 @@ class ClusterMode(Choice):
 class Resume(Choice):
     """What a run does with existing checkpoints in `run.dir`."""
 
-    AUTO = "auto"  # continue from the newest one, if any, with the same settings of the experiment
-    ANYWAY = "anyway"  # as auto, but allow changes of settings of the experiment
+    AUTO = "auto"  # continue from the newest one, if any; the experiment's settings must be the same
+    ANYWAY = "anyway"  # as auto, but the experiment's settings may differ
     NEVER = "never"  # refuse a directory that contains a run
 
 

@@ -95,7 +95,7 @@ class _Fixed:
 
 
 class AcceptanceSplit:
-    """Splits the change from the values of a run, which it receives in order of steps.
+    """Splits the change of acceptance, from the values of a run in order of steps.
 
     early: number of early steps. rule: column of a probe that predicts the engine's acceptance. slope:
     measured by an intervention; None if not measured.

@@ -212,7 +212,7 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
 
 
 def _with_depths(setup: Setup, gamma: int) -> str:
-    """Return the setting of a gamma; a draft that learns online also needs draft.depths."""
+    """Return a text with the value of draft.depths that belongs to gamma; "" if it need not change."""
     if not setup.mtp or setup.depths == gamma:
         return ""
     return f" and draft.depths={gamma}" + ("" if setup.online else " (where the draft is trained)")
@@ -286,7 +286,7 @@ def stale_draft(setup: Setup, records: Records) -> str | None:
 
 
 def stale_engine(setup: Setup, records: Records) -> str | None:
-    """Find engines that accept fewer drafts than the newest version would accept of them, beyond chance."""
+    """Find engines that accept fewer of their drafts than the newest version would, beyond chance."""
     gaps, errors = (_values(records, f"probe/{name}")[-5:] for name in ("staleness", "staleness_se"))
     if len(gaps) < 3 or len(errors) != len(gaps):
         return None

@@ -40,7 +40,7 @@ def _median_step(run: RunData) -> float | None:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Measure:
-    """A row of the comparison. of: returns its value in a run. spec: format. better: a word for larger."""
+    """A row of the comparison. of: its value in a run. spec: format. better: the word for a larger value."""
 
     label: str
     of: Callable[[RunData], float | None]

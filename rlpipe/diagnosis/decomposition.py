@@ -3,11 +3,11 @@
     Delta alpha_t = slope (H_t - H_0)  +  [Delta alpha_t - slope (H_t - H_0)]
                     entropy part          mismatch part
 
-alpha is an acceptance rate, or a length if all alphas are lengths. H is the target's mean entropy in nat per
-token. The slope is signed, in alpha per nat between *steps*, and is estimated from the early phase by robust
-regression. Index 0 is the mean over the early phase. Index t is the mean over a window of steps, because
-single steps are too noisy. The parts add up to the observed change exactly. Their errors combine the error of
-the slope (times the change of entropy) and the errors of the two means.
+alpha is an acceptance rate (or a length; the parts then have its unit). H is the target's mean entropy in nat
+per token. The slope is signed, in alpha per nat between *steps*, and is estimated from the early phase by
+robust regression. Index 0 is the mean over the early phase. Index t is the mean over a window of steps,
+because single steps are too noisy. The parts add up to the observed change exactly. Their errors combine the
+error of the slope (times the change of entropy) and the errors of the two means.
 
 Deviation from the paper: the early regression also has a linear trend in time. Without it, a mismatch that
 grows while entropy falls would be mistaken for a slope. Assumptions: the relation is linear in the range of

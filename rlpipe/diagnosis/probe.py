@@ -182,7 +182,7 @@ class Probe:
 
 
 def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory]:
-    """Return as many of the first trajectories as have at most `contexts` sampled tokens in total.
+    """Return the first trajectories that together have at most `contexts` sampled tokens.
 
     Returns at least `MIN_TRAJECTORIES`, even if they have more tokens.
     """

@@ -160,8 +160,7 @@ def cross_section(y: np.ndarray, x: np.ndarray, clusters: np.ndarray, *, level: 
 
     Args:
         y, x: [n], such as acceptance and entropy of contexts at one version, without drift between points.
-        The
-            slope then compares *tokens* (contexts of high and low entropy), and need not equal the slope
+            The slope then compares *tokens* (contexts of high and low entropy), and need not equal the slope
             between steps.
         clusters: [n] labels, such as the trajectory of each context.
         level: confidence level of the interval.

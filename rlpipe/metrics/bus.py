@@ -79,7 +79,7 @@ class MetricsBus:
         sinks = [*sinks, EventsFile(events)] if events else sinks
         self._workers = [_Worker(sink, queue_size, self) for sink in sinks]
 
-        # All workers exist before the first one starts: a sink that fails at once reports to the others.
+        # Create all workers before the first one starts: a sink that fails at once reports to the others.
         for worker in self._workers:
             worker.start()
 
@@ -223,7 +223,7 @@ _Item = tuple[str, Record | list[Span] | threading.Event]  # (method of the sink
 
 
 class _Worker:
-    """One sink, its queue and its thread. The thread is a daemon: a hung sink cannot hold up the exit."""
+    """One sink, its queue and its thread. The thread is a daemon: a hung sink cannot delay the exit."""
 
     def __init__(self, sink: Sink, queue_size: int, bus: MetricsBus) -> None:
         self.sink = sink

@@ -24,7 +24,7 @@ from rlpipe.metrics.statistics import cr1_error
 from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, Value, stats
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
-SOLVED = 1.0  # an instance is solved if its reward is at least this
+SOLVED = 1.0  # a trajectory is solved if its reward is at least this
 _WINDOW = 16  # tokens, about a short sentence
 MAX_INFO = 32  # maximal number of names in `info` that become metrics
 _OWN_INFO = ("submitted", "changed", "retries", "sandbox_seconds")  # become metrics with other names
@@ -114,7 +114,7 @@ def member_metrics(groups: Sequence[Group], members: Iterable[str]) -> dict[str,
 
 
 def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primary: bool) -> dict[str, Value]:
-    """Compute the metrics of one held-out set; `primary` also reports it as val/reward.
+    """Compute the metrics of one held-out set. primary: whether its reward is also reported as val/reward.
 
     Raises ValueError when the name of the split cannot be part of a metric's name.
     """
@@ -153,7 +153,7 @@ class InfoMetrics:
     """Means of the numbers that environments give in `info`, by name: `env/info/NAME`, `val/SPLIT/info/NAME`.
 
     Only the first `MAX_INFO` names of a run become metrics, so that ids used as names cannot flood them. The
-    first name that is left out causes an event. event: called like `MetricsBus.event`.
+    first name that is left out emits an event. event: called like `MetricsBus.event`.
     """
 
     def __init__(self, event: Callable[..., None]) -> None:
@@ -251,7 +251,7 @@ def distinct_tokens(trajectories: Iterable[Trajectory]) -> Mean:
     The window makes the share independent of the length of turns; repetitive text lowers it. Turns are
     counted separately, because an agent that calls the same tool again repeats nothing within a turn.
 
-    Source: the moving-average type-token ratio, Covington & McFall 2010, counted by token.
+    Source: the moving-average type-token ratio (Covington & McFall 2010), with tokens instead of words.
     """
     different = tokens = 0
     for t in trajectories:
@@ -285,7 +285,7 @@ def _spec_range(trajectories: Iterable[Trajectory]) -> dict[str, Value]:
 
 
 def _num_accepted(counts: SpecCounts) -> Histogram:
-    """Count verify steps by number of accepted drafts; counts.accepted[k]: steps that accepted over k."""
+    """Count verify steps by accepted drafts. counts.accepted[k] counts steps that accepted more than k."""
     at_least = [counts.verify_steps, *counts.accepted, 0]
     edges = [k - 0.5 for k in range(len(at_least))]
     return Histogram(tuple(edges), [a - b for a, b in pairwise(at_least)])

@@ -59,7 +59,7 @@ class Histogram:
         return {"edges": list(self.edges), "counts": list(self.counts)} if any(self.counts) else None
 
 
-SKETCH_ERROR = 0.01  # relative
+SKETCH_ERROR = 0.01  # relative error
 _LOG_GAMMA = log((1 + SKETCH_ERROR) / (1 - SKETCH_ERROR))
 SKETCH_TINY = 1e-9  # smaller absolute values count as zero
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}

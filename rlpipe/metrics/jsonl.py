@@ -93,7 +93,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _object(line: str, shape: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
-    """Return a line as an object of this shape; None when it is not one."""
+    """Return a line as an object; None if it is not an object of this shape."""
     try:
         item = json.loads(line, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -131,7 +131,7 @@ def truncate_records(run_dir: Path, step: int) -> list[str]:
             item_step = None if item is None else item.get(key)
             known = item_step is not None
 
-            # A line without an end was cut by a crash: no line follows it.
+            # A line without a line end was cut by a crash, so it is the last line.
             if not step or (item_step > step if known else not line.endswith(b"\n")):
                 os.truncate(file, size)
                 break

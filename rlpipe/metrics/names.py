@@ -2,8 +2,8 @@
 
 Reads the catalogue and looks up names; computes and stores no metrics. Flow: `MetricsBus.emit` looks up
 `declared(name)` and refuses an undeclared name, the report shows the definitions, and running this module
-prints docs/metrics.md. Metrics that verl has too carry verl's name (`*` in the page), so existing dashboards
-work.
+prints docs/metrics.md. Metrics that also exist in verl have verl's names (marked `*` on the page), so that
+existing dashboards work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"  # counts between fixed bounds
     SKETCH = "sketch"  # quantiles; a record holds one number for each of SKETCH_PARTS
     SPANS = "spans"  # intervals of time; they go to the trace and never enter a record
-    ANY = "any"  # a family of names whose members differ
+    ANY = "any"  # a family of names with different kinds
 
     def accepts(self, value: Value) -> bool:
         """Return whether a value of this type may be emitted under a name of this kind."""

@@ -27,10 +27,11 @@ from rlpipe.metrics.names import declared
 
 
 class PrometheusSink:
-    """A sink that serves its values. host, port: address; port 0 takes a free port and sets `port` to it.
+    """A sink that serves the newest values to Prometheus.
 
-    dashboard: file to which the Grafana dashboard is written, or None. run: name of the run. quiet_s: seconds
-    without a step after which /healthz answers 503 (0: never); three times as many before the first step.
+    host, port: address; port 0 takes a free port and sets `port` to it. dashboard: file to which the Grafana
+    dashboard is written, or None. run: name of the run. quiet_s: seconds without a step after which /healthz
+    answers 503 (0: never); three times as many before the first step.
     """
 
     name = "prometheus"

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from rlpipe.types import Trajectory, TrajectoryStatus
 
-_MAX_CHARACTERS = 600  # of the prompt, and also of the answer
+_MAX_CHARACTERS = 600  # limit for the prompt, and also for the answer
 
 
 class Sample(TypedDict):

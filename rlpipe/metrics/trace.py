@@ -1,6 +1,6 @@
 """trace.json.gz of a run directory: spans in the JSON trace format that Perfetto opens.
 
-Owns the file. An actor is a process of the trace, a lane one of its threads, a span a complete event
+Owns the file. In the trace an actor is a process, a lane is a thread, and a span is a complete event
 ("ph": "X", microseconds since 1970 as integers). Every batch is a separate gzip member, appended with one
 write, so that a killed run leaves a readable file. `close` adds the closing bracket, and a resumed run
 removes it before it appends. Open the file on https://ui.perfetto.dev or with `trace_processor`.

@@ -2,7 +2,7 @@
 
 Owns the values and their merge, but no names, steps or sinks. A mean of means is wrong as soon as
 the parts differ in size (3 tokens at 1.0 and 1 token at 5.0 average to 2.0, not 3.0), so a `Mean`
-travels as total and count and is divided once, at the end. Flow: a component returns
+is passed on as total and count, and divided once, at the end. Flow: a component returns
 `dict[str, Value]`, `reduce` merges the dicts of all actors and micro-batches, `.value()` is read once.
 
 Every merge is associative and, except for `Last`, commutative: the order of the actors does not matter.

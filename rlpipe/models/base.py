@@ -235,7 +235,7 @@ class Architecture:
 
     @property
     def uneven(self) -> bool:
-        """Whether some layers have other weights than other layers."""
+        """Whether layers have different sets of weights."""
         return self.delta is not None or bool(self.experts and self.experts.dense)
 
     def weight_shapes(self, *, mtp: bool) -> dict[str, tuple[int, ...]]:

@@ -217,7 +217,7 @@ def _endpoint() -> str:
 
 
 def _cache() -> Path:
-    """Return huggingface_hub's cache by the current environment; huggingface_hub reads it only on import."""
+    """Return the cache directory that environment variables set now; huggingface_hub reads them on import."""
     if hub := os.environ.get("HF_HUB_CACHE"):
         return Path(hub).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -11,7 +11,7 @@ _DOWN = ("kv_a_proj_with_mqa", "q_a_proj")
 
 
 def travels_with(name: str) -> str:
-    """Return a key that is equal for weights that must go to a server in one bucket, because it fuses them.
+    """Return a key that is equal for weights that a server fuses, so that they must be in one bucket.
 
     >>> travels_with("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
     'model.layers.0.self_attn.q_a_proj.weight'

@@ -1,6 +1,6 @@
 """Checks files, machine and user code before a run starts anything. The last column says what imports torch.
 
-    checkpoint   headers of its weights, tokenizer, chat template, vocabulary   no torch
+    checkpoint   headers of the weights, tokenizer, chat template, vocabulary   no torch
     machine      device, GPUs, a Ray cluster's address, a W&B login             torch, for a GPU
     sizes        lower bounds of the memory and time that the settings need     no torch
     user code    algorithm names, a user's correction, run on two tokens        torch, if not the default
@@ -115,7 +115,7 @@ def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
 
         try:
             ids = Tokenizer.from_file(str(file)).get_vocab().values()
-        # The Rust library raises bare Exception.
+        # The library `tokenizers` raises a bare Exception.
         except Exception as error:
             raise ValueError(
                 f"{file} is not a tokenizer ({described(error)}). Copy tokenizer.json from the checkpoint "

@@ -14,7 +14,7 @@ and F are divided by tp:
     backward     N e (3 H + 4 F)                      in addition, while the gradient is computed
     experts      F is the sum over the experts that read one token; their inputs and two more products of
                  width F are stored too
-    head         2 chunks of logits, 3 if there are several; its gradient, in float32, if it is trained
+    head         2 copies of a chunk of logits (3 for several chunks); its float32 gradient if trained
 
 Without recomputation, the activations of every layer are stored. With recompute=full, N e H bytes of each
 layer are stored, and all activations of only one layer at a time. With recompute=selective, everything is
@@ -58,7 +58,7 @@ ROW_STREAMS = 7  # arrays of an engine on the host that have 8 bytes for each sl
 LIBRARIES = 600 * MIB  # torch, Megatron-core and tokenizers in a process on a CPU (measured)
 RETAINED = 0.5  # share of a step's freed memory that glibc's allocator retains on a CPU (measured)
 KERNELS = 64 * MIB  # bytes that oneDNN retains for the sizes of earlier matrix products (measured)
-PACKED_FROM = 1_000_000  # engines store float32 matrices of this many elements only packed (embedded/linear)
+PACKED_FROM = 1_000_000  # from so many elements on, engines store float32 matrices only packed
 SERVER_FRACTION = 0.85  # approximate share of a GPU's memory that SGLang takes by default
 
 
@@ -196,8 +196,7 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
 def sent_bytes(arch: Architecture, config: Config, *, on_gpu: bool) -> int:
     """Return the bytes of weight buckets that a trainer rank holds at once; 0 if it copies all weights.
 
-    A rank holds two buckets. Expert weights are gathered at once from at least one expert of each expert
-    parallel rank.
+    A rank holds two buckets. With experts, a bucket has at least one expert of each expert parallel rank.
     """
     if not (config.broadcasts_weights or on_gpu):
         return 0

@@ -86,7 +86,7 @@ class AdaptiveGamma:
     (2, 0)
     """
 
-    MEMORY, RECENT = 256, 8  # rows at a depth after which its counts, and its latest counts, decay to 1/e
+    MEMORY, RECENT = 256, 8  # number of rows after which counts, and latest counts, have decayed to 1/e
     SURPRISE = 3.0  # log likelihood ratio, nats, of the latest rows: their acceptance against the estimate
     PRIOR_ROWS, SHRINK_ROWS = (
         16.0,
@@ -95,7 +95,7 @@ class AdaptiveGamma:
     PACE, MIN_LESSON = 0.1, 0.1  # weight of one step in the pace, minimum weight in the cost of another gamma
     MEASURED = 1  # weight in steps of the initially measured cost, so that the first steps correct it most
     OUTLIER = 1.5  # slower steps count as if they took this many times the expected duration
-    BUDGET, MAX_STEPS = 0.005, 16  # share of the time for trials; savings and debts are at most so many steps
+    BUDGET, MAX_STEPS = 0.005, 16  # share of the time for trials; bound of savings and debts, in steps
     FREE_TRIALS, MIN_INTERVAL = 2, 8  # free trials of a neighbour; minimum steps between two trials
     FAR = 4  # every FAR-th trial takes any gamma, so that neighbours with wrong costs hide no better gamma
 
@@ -105,7 +105,7 @@ class AdaptiveGamma:
         self._batches = sorted({batch for batch, _ in seconds})
         self._max = max(gamma for _, gamma in seconds)
         self._seconds = dict(seconds)
-        self._expected: dict[int, list[float]] = {}  # seconds by gamma, of batches seen so far
+        self._expected: dict[int, list[float]] = {}  # batch -> seconds by gamma
         self._prior, self._margin = prior, margin
         self._counts = [[0.0, 0.0] for _ in range(self._max)]  # by depth: rows reached, rows accepted
         self._latest = [[0.0, 0.0] for _ in range(self._max)]
@@ -317,7 +317,7 @@ def _geometric_root(degree: int, target: float) -> float | None:
 
 
 def _bucket(batch: int) -> int:
-    """Return the bucket of a batch: 1, 2, 3 to 4, 5 to 8, ... rows. So 8 rows keep it when one row ends."""
+    """Return the bucket of a batch (1, 2, 3 to 4, 5 to 8, ... rows); it is the same for 8 and 7 rows."""
     return (batch - 1).bit_length()
 
 
