@@ -1,7 +1,7 @@
 """Watches a run while it is running: recorded rollouts, probe, alarms, advice.
 
-Owns the order of their calls. The controller passes every batch before its update, and every committed
-record:
+Owns the order in which these are called. The controller passes every batch before its update, and every
+committed record:
 
     validated(trajectories) -> held-out contexts, if a draft is trained online
     before_update(groups) -> rollouts/step_N.jsonl, probe/step_N.jsonl, probe/* metrics

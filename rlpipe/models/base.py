@@ -105,10 +105,10 @@ def refuse(problems: Mapping[str, Any], hint: str) -> None:
 
 
 def whole_number(name: str, value: object) -> int:
-    """Return the value of a size in a config.json.
+    """Return `value` if it is valid for a size in config.json. name: name of the size.
 
     Raises:
-        ValueError: the value is not a whole number above 0.
+        ValueError: `value` is not a whole number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
