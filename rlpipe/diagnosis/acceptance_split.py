@@ -50,7 +50,7 @@ SECOND_ENTROPY = "actor/entropy"  # entropy of the same tokens, measured by the 
 MAX_EARLY, MIN_EARLY, MIN_WINDOW = 20, 6, 3
 PARTS = ("total", "entropy", "mismatch", "staleness", "contexts")
 OVERALL = 0  # instead of a depth
-MAX_NOISE = 0.1  # ratio of an entropy's noise to its variation, which flattens a slope by one percent
+MAX_NOISE = 0.1  # maximal noise of an entropy relative to its variation; flattens a slope by one percent
 
 
 def early_steps(planned: int) -> int:

@@ -7,7 +7,8 @@ controller); concurrent work of one actor is in separate lanes, so the spans of 
     log.drain() -> {"trace/...": Spans, "perf/utilisation/...": Ratio}  with the actor's other metrics
 
 A span enters the trace when it ends; utilisation counts it while it is open, so every step has a value even
-if no span ends in it. Times are seconds since 1970, from a monotonic clock that each process sets once.
+if no span ends in it. Times are seconds since 1970; each process reads the wall clock once and adds monotonic
+time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of all families: a decoder's dimensions, its refusals, and one table of its weights.
+"""The base of all families: a decoder's dimensions, checks of its config.json, and a table of its weights.
 
 Owns names and shapes; computes nothing with tensors. For each weight, the table has a row with its layout and
 its names in Hugging Face files, in Megatron and on an SGLang server. The trainer's bridge
