@@ -216,8 +216,8 @@ class GymnasiumConfig:
     them."""
 
     actions: list[str] = field(default_factory=list)
-    """Names of the actions of a Discrete space, in order; empty: rlpipe's names if it has some, else
-    numbers."""
+    """Names of the actions of a Discrete space, in order. Empty: the known names of the environment, if any,
+    otherwise numbers."""
 
     invalid_reward: float = 0.0
     """Reward of a turn that names no valid action; 0 or negative."""
