@@ -231,7 +231,7 @@ class Study:
         self._table, fitted, sets = torch.load(texts)
         self._texts = {name: [Text(*one) for one in some] for name, some in sets.items()}
         if not start.is_file():
-            torch.save(self._make_start([Sample(*one) for one in fitted]), start)
+            torch.save(self._make_start([Sample(ids=ids, sampled=sampled) for ids, sampled in fitted]), start)
         self._start = torch.load(start)
 
     def _read(self) -> tuple[Tensor, list[Any], dict[str, list[Any]]]:
