@@ -1,7 +1,7 @@
 """The EAGLE-3 draft in torch: the module that is trained, its unrolling over steps, and its checkpoint.
 
-Owns the equations and the files; owns no loss, no target and no generation (the engine computes the same in
-`rlpipe.rollout.embedded.eagle3`). With features f_t (outputs of some layers of the target at t,
+Owns the equations and the files; owns no loss, no target and no generation (the engine implements the same
+equations in `rlpipe.rollout.embedded.eagle3`). With features f_t (outputs of some layers of the target at t,
 concatenated), e_s the target's embedding of token s, and step k (1-based) of the drafts from anchor t:
 
     g_1[t] = fc(f_t),  g_k[t] = h_{k-1}[t]                  input of a step: the target, then its own state
@@ -10,9 +10,9 @@ concatenated), e_s the target's embedding of token s, and step k (1-based) of th
 
     layer(g, e):  y = g + attention([token norm(e), hidden norm(g)]);  h = y + mlp(norm(y))
 
-Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own states. They attend as they
-will when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of anchor t. No loss compares h with
-features of the target. With only one step a draft is trained without the test.
+Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own states. They attend as in
+drafting: to step 1 of the anchors up to t, and to steps 2 .. k of anchor t. No loss compares h with features
+of the target. A draft that is trained with only one step does not use the test.
 
 Deviation: a token outside a reduced vocabulary has probability exp(-60) in training (`drafts.vocabulary`).
 """
@@ -40,7 +40,8 @@ from rlpipe.types import Trajectory
 class Eagle3(nn.Module):
     """A draft. The names in its state dict are those of its checkpoint.
 
-    shape: dimensions. ids: [draft_vocab] int64, ascending target ids of its vocabulary; None for all.
+    shape: dimensions. ids: [draft_vocab] int64, the target ids of its vocabulary, ascending; None if it has
+    all tokens.
     """
 
     prefix = PREFIX
@@ -61,11 +62,11 @@ class Eagle3(nn.Module):
 
     @property
     def ids(self) -> Tensor | None:
-        """[draft_vocab] target ids of its vocabulary, None for all."""
+        """Target ids of the draft's vocabulary, [draft_vocab]; None if it has all tokens."""
         return draft_ids(self.d2t) if self.shape.reduced else None
 
     def initialize(self, target: Mapping[str, Tensor], seed: int) -> None:
-        """Initialize with noise, and norm and head with the target's. target: its weights by HF name."""
+        """Copy norm and head from `target` (weights by HF name); initialize the other weights with noise."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for module in self.modules():
@@ -82,13 +83,13 @@ class Eagle3(nn.Module):
     ) -> list[Tensor]:
         """Compute states h_1 .. h_K [B, T, H] of all anchors, teacher-forced.
 
-        features: [B, T, layers * H] of anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H] of
-        the tokens t + 1 .. t + K. Anchors whose tokens include padding must be masked out. past: an empty
-        list, which receives keys and values of the steps.
+        features: [B, T, layers * H] at anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H],
+        those of tokens t + 1 .. t + K. Anchors whose tokens include padding must be masked out. past: an
+        empty list; the keys and values of each step are appended to it.
 
-        In steps 2 .. K the training-time test reads the draft's own states but the given tokens, as EAGLE-3's
-        published code does. The notes (eagle_mtp_notes) let it read the tokens that the draft itself
-        predicts; `draft.objective=own_kl` does that.
+        Steps 2 .. K read the draft's own states, but the tokens of the text, as in EAGLE-3's published code.
+        The notes (eagle_mtp_notes) use the tokens that the draft itself predicts; `draft.objective=own_kl`
+        does that.
         """
         state, states = self.fc(features), []
         past = [] if past is None else past
@@ -112,7 +113,7 @@ class Eagle3(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3:
-        """Read a draft that `save` has written; see `read_draft`."""
+        """Load a draft that `save` has written; see `read_draft`."""
         shape, weights = read_draft(path, target, setting)
         draft = cls(shape)
         draft.load_state_dict(weights)
@@ -134,7 +135,7 @@ class _Layer(nn.Module):
         self.mlp.gate_proj = nn.Linear(hidden, shape.intermediate, bias=False)
         self.mlp.up_proj = nn.Linear(hidden, shape.intermediate, bias=False)
         self.mlp.down_proj = nn.Linear(shape.intermediate, hidden, bias=False)
-        self.input_layernorm = nn.RMSNorm(hidden, eps)  # of the token
+        self.input_layernorm = nn.RMSNorm(hidden, eps)  # norm of the token's embedding
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
 
@@ -170,10 +171,10 @@ class _Layer(nn.Module):
 
 
 class Windows:
-    """Drafts from some anchors, G from each. They read their own tokens, as in an engine.
+    """G windows of draft tokens from each of some anchors. Each reads its own tokens, as in an engine.
 
-    They continue from a finished first step: step k of a window attends to step 1 of the anchors 0 .. t of
-    its row and to its own steps 2 .. k, as in `Eagle3.unroll`, and the gradient flows into both.
+    Windows continue from a finished first step. Step k of a window attends to step 1 of the anchors 0 .. t of
+    its row and to its own steps 2 .. k, as in `Eagle3.unroll`. The gradient flows into both.
     """
 
     def __init__(self, draft: Eagle3, first: tuple[Tensor, Tensor], *, rows: Tensor, anchors: Tensor) -> None:
@@ -188,7 +189,8 @@ class Windows:
     def step(self, state: Tensor, embedded: Tensor) -> Tensor:
         """Compute the states [W, G, H] of the next step; the first call is step 2.
 
-        state: of the step before; embedded: of the tokens drafted from it; both [W, G, H].
+        state: the states of the step before. embedded: embeddings of the tokens drafted from them. Both [W,
+        G, H].
         """
         positions = self._anchors + len(self._past)
         return self._layer(state, embedded, positions, past=self._past, unseen=self._unseen)
@@ -199,11 +201,11 @@ def unrolled_attention(
 ) -> Tensor:
     """Attend as a step of an anchor does while drafting.
 
-    query: [B, heads, T, d] of the last step in past. past: keys and values [B, heads, T, d] of steps 1 .. k.
-    Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
+    query: [B, heads, T, d], for the last step in past. past: keys and values [B, heads, T, d] of steps 1 ..
+    k. Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
     scores of step 1, [B, heads, T, T], are stored in full.
-    unseen: bool, broadcasts to [B, heads, T, S]: which of the S keys of step 1 an anchor does not see; needed
-    if these are not the keys of anchors 0 .. T - 1.
+    unseen: bool, broadcasts to [B, heads, T, S]: which of the S keys of step 1 an anchor must not see. It is
+    needed if these S keys are not those of anchors 0 .. T - 1.
     """
     (keys, values), later = past[0], past[1:]
     query = query * query.shape[-1] ** -0.5
@@ -242,7 +244,7 @@ def draft_ids(d2t: Tensor) -> Tensor:
 
 
 def write_draft(path: str | Path, shape: Eagle3Shape, weights: Mapping[str, Tensor]) -> None:
-    """Write a draft's directory; weights: its state dict."""
+    """Write the directory of a draft; weights: the draft's state dict."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -255,10 +257,10 @@ def write_draft(path: str | Path, shape: Eagle3Shape, weights: Mapping[str, Tens
 def read_draft(
     path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path"
 ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
-    """Read shape and weights of the draft in a directory, on the CPU; target: `config.json` of its target.
+    """Read a draft's shape and weights from a directory, to the CPU; target: `config.json` of its target.
 
-    An embedding in the draft's files is left out, as in SGLang: the target's embedding is used.
-    Raises ValueError, as `read_shape` and for missing, unknown or misshapen tensors and an impossible
+    An embedding in the draft's files is ignored, as in SGLang: the target's embedding is used. Raises
+    ValueError where `read_shape` does, for missing, unknown or misshapen tensors, and for an impossible
     vocabulary.
     """
     from safetensors.torch import load_file
@@ -270,7 +272,7 @@ def read_draft(
     weights.pop("embed_tokens.weight", None)
 
     expected = shape.weight_shapes()
-    if not shape.reduced:  # the identity, which some exports store
+    if not shape.reduced:  # some exports store the identity map
         for name in ("d2t", "t2d"):
             weights.pop(name, None)
     wrong = sorted(expected.keys() ^ weights.keys())
@@ -297,7 +299,7 @@ def new_draft(
     *,
     trajectories: Sequence[Trajectory],
 ) -> Eagle3:
-    """Make an untrained draft by `config.eagle3`; target: its `config.json`, weights: by HF name."""
+    """Make an untrained draft from `config.eagle3` and the target's `config.json` and weights, by HF name."""
     shape = Eagle3Shape.for_target(target, config.eagle3.layers, config.eagle3.draft_vocab)
     ids = None
     if shape.reduced:

@@ -11,9 +11,9 @@ import torch
 
 
 class Target(Protocol):
-    """A model whose passes leave keys in a cache of `rows` rows; `rollout.embedded.model.Model` is one.
+    """A model with a key cache of `rows` rows that its passes fill, such as `rollout.embedded.model.Model`.
 
-    embedding: [V, H]. A span holds the positions of a pass and what its tokens attend to.
+    embedding: [V, H]. A span describes a pass: the positions of its tokens, and what they attend to.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class Target(Protocol):
 class Shape(Protocol):
     """Dimensions of a draft.
 
-    layers: of the target whose outputs the draft reads. vocab: of the target.
+    layers: the target's layers whose outputs the draft reads. vocab: the target's vocabulary size.
     """
 
     layers: Sequence[int]
@@ -62,9 +62,9 @@ class Shape(Protocol):
 
 
 class TrainableDraft(Protocol):
-    """A torch module that drafts; `drafts.eagle3_model.Eagle3` is one, also with the methods of PPOW.
+    """A torch module that drafts, such as `drafts.eagle3_model.Eagle3`, which also has PPOW's methods.
 
-    prefix: put before the names of its state dict when it is sent along with the target's weights.
+    prefix: added to the names of its state dict when its weights are sent together with the target's.
     """
 
     prefix: str
@@ -82,5 +82,5 @@ class TrainableDraft(Protocol):
         ...
 
     def save(self, path: str | Path, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write a directory for engines, `spec.draft_path`; weights: its state dict."""
+        """Write a directory for engines (`spec.draft_path`); weights: the draft's state dict."""
         ...

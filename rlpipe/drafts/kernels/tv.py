@@ -1,4 +1,4 @@
-"""Row statistics and their gradient in Triton: the fused kernels, with the functions of `torch_rows`.
+"""Row statistics and their gradient in Triton: fused kernels behind the same functions as in `torch_rows`.
 
 One program per row; logits are read in tiles, without temporaries of size V. Bytes per row of bf16 logits:
 
@@ -74,7 +74,7 @@ def _overlaps(
     z_stride_n, z_stride_k, z_stride_v, y_stride_n, y_stride_k, y_stride_v, temperature,
     KEEP_BITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's `Sums`, and the bits 1[q <= p] if requested."""
+    """Store the `Sums` of a row and, on request, the bits 1[q <= p]."""
     row = tl.program_id(0).to(tl.int64)
     z_start = _row(draft, depths, z_stride_n, z_stride_k)
     y_start = _row(target, depths, y_stride_n, y_stride_k)
@@ -143,7 +143,7 @@ def _gradient(
     y_start = _row(target, depths, y_stride_n, y_stride_k)
     kept = tl.load(active + row) != 0
 
-    # Statistics of the row, and the derivatives of the loss by them.
+    # Load the row's statistics and the derivatives of the loss with respect to them.
     log_z, s = tl.load(z_lse + row), tl.load(covered + row)
     c_alpha, c_logprob = tl.load(by_alpha + row), tl.load(by_logprob + row)
     c_kl, c_reverse = tl.load(by_kl + row), tl.load(by_reverse + row)
@@ -176,7 +176,7 @@ def _gradient(
 
 
 def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute `torch_rows.normalizers` by Triton: [N, K, V] -> twice [N, K] float32."""
+    """Compute `torch_rows.normalizers` with Triton: [N, K, V] -> two tensors [N, K], float32."""
     largest = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(largest)
 
@@ -207,7 +207,7 @@ def overlaps(
     *,
     keep_bits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `torch_rows.overlaps` by Triton: [N, K, V] -> [len(Sums), N, K] float32, and the bits."""
+    """Compute `torch_rows.overlaps` with Triton: [N, K, V] -> [len(Sums), N, K] float32, and the bits."""
     anchors, depths, vocab = draft.shape
     octets = (vocab + 7) // 8
     sums = torch.empty(len(Sums), anchors, depths, dtype=torch.float32, device=draft.device)
@@ -216,7 +216,7 @@ def overlaps(
     if keep_bits:
         bits = torch.empty(anchors, depths, octets, dtype=torch.uint8, device=draft.device)
 
-    # A kernel takes no None: without bits it gets a pointer that it does not use.
+    # A kernel cannot take None: without bits, pass a pointer that it does not use.
     if sums.numel():
         _overlaps[(anchors * depths,)](
             draft, target, *_flat(*largest), *_flat(*lse), sums, sums if bits is None else bits,
@@ -239,13 +239,13 @@ def gradient(
     target: Tensor | None = None,
     target_lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute `torch_rows.gradient` by Triton: [N, K, V], in the dtype of the draft's logits."""
+    """Compute `torch_rows.gradient` with Triton: [N, K, V], in the dtype of the draft's logits."""
     anchors, depths, vocab = draft.shape
     out = torch.empty(draft.shape, dtype=draft.dtype, device=draft.device)
     if not out.numel():
         return out
 
-    # A kernel takes no None: absent arguments are pointers that it does not use.
+    # A kernel cannot take None: for absent arguments, pass pointers that it does not use.
     other, other_lse = (draft, lse) if target is None else (target, target_lse)
     coefficients = coefficients.float().contiguous()
     lse, other_lse, active = _flat(lse, other_lse, mask.to(torch.uint8))
@@ -259,5 +259,5 @@ def gradient(
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with adjacent elements, as the kernels read them."""
+    """Make the tensors contiguous, as the kernels need them."""
     return [tensor.contiguous() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The drafters: one file each and a row of `DRAFTERS`. Imports no torch."""
+"""The drafters: each has a file and a row in `DRAFTERS`. Imports no torch."""
 
 from __future__ import annotations
 

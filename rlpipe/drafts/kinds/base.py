@@ -1,4 +1,4 @@
-"""The functions that define a drafter: preflight, the trainer and the engines call them by `spec.drafter`."""
+"""The functions that define a drafter; preflight, trainer and engines look them up by `spec.drafter`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class MakeTrainer(Protocol):
     ) -> DraftTrainer:
         """Build the trainer.
 
-        start: directory of the draft to train; empty: the one that the settings name, or a new draft.
-        trajectories: the data that a new draft will learn from, as far as it is known.
-        train_alongside: makes a trainer of the draft around its target (`actors.trainers.train_alongside`).
+        start: directory of the draft to train. If empty: the draft that the settings name, or a new draft.
+        trajectories: the part of a new draft's training data that is already known. train_alongside: makes a
+        trainer for a draft and its target (`actors.trainers.train_alongside`).
         """
         ...
 
@@ -46,10 +46,10 @@ def _accept(*_: object) -> None:
 class DrafterFunctions:
     """Functions of one drafter; its properties are `config.drafters.KINDS`. Checks raise ValueError.
 
-    guess: (tokens of the text [T], count, settings) -> `count` tokens guessed to follow; for a drafter
-        without a model.
-    make_trainer: for a draft model with a separate directory.
-    check_served: refuses settings under which it cannot draft for the model that generates.
+    guess: (tokens of the text [T], count, settings) -> the `count` tokens that are guessed to follow. For a
+        drafter without a model.
+    make_trainer: builds the trainer of a draft model that has a separate directory.
+    check_served: refuses settings under which the drafter cannot draft for the model that generates.
     check_sglang: refuses drafts that SGLang would compute differently from the trainer. Arguments: the
         target's config.json and the server's settings.
     check_trained: refuses drafts that `mtp_adapt` cannot train. Argument: the target's config.json.

@@ -30,11 +30,11 @@ def make_trainer(
     *,
     train_alongside: Callable[..., DraftTrainer],
 ) -> DraftTrainer:
-    """Make the trainer of the draft in directory `start`, of the one in `eagle3.start`, or of a new one.
+    """Make the trainer of the draft in directory `start`, else of that in `eagle3.start`, else of a new one.
 
-    trajectories: a new draft's reduced vocabulary is chosen from their sampled tokens.
-    train_alongside: builds the trainer around the target (`actors.trainers.train_alongside`).
-    Raises ValueError for a target the engine cannot run, or settings that do not fit it.
+    trajectories: if a new draft has a reduced vocabulary, it is chosen from their sampled tokens.
+    train_alongside: builds the trainer around the target (`actors.trainers.train_alongside`). Raises
+    ValueError for a target the engine cannot run, or settings that do not fit it.
     """
     from rlpipe.drafts.eagle3_model import Eagle3, new_draft
     from rlpipe.drafts.windows.eagle3 import draft_cost
@@ -81,8 +81,8 @@ def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> No
             "eagle3.draft_vocab=0, or rollout=embedded."
         )
     depth, layers = int(target["num_hidden_layers"]), list(shape.layers)
-    # A model returns the inputs of the layers after these, in their order; a draft leaves fc out where its
-    # input is no wider than its state (models/qwen2.py:462, models/llama_eagle3.py:238).
+    # SGLang's target returns the inputs of the next layers, in ascending order; its draft omits fc if the
+    # input of fc is no wider than the draft's state (models/qwen2.py:462, models/llama_eagle3.py:238).
     if len(layers) < 2 or layers != sorted(layers) or layers[-1] == depth - 1:
         raise ValueError(
             f"{setting} reads layers {layers} of the target, and SGLang fuses two or more in ascending order "

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def check_served(config: Config, served: HfConfig) -> None:
-    """Refuse a checkpoint without an MTP layer, and a draft vocabulary of another model."""
+    """Refuse a checkpoint without an MTP layer, and a draft vocabulary made for another model."""
     require_mtp(served, config.rollout_model, config.spec.mode)
     read_draft_vocab(config.spec, config.rollout_model, int(served["vocab_size"]))
 
 
 def check_trained(config: Config, target: HfConfig) -> None:
-    """Refuse a checkpoint without an MTP layer, and a draft vocabulary of another model."""
+    """Refuse a checkpoint without an MTP layer, and a draft vocabulary made for another model."""
     require_mtp(target, config.model.path, "mtp_adapt")
     read_draft_vocab(config.spec, config.model.path, int(target["vocab_size"]))
 
 
 def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> None:
-    """Refuse a draft vocabulary without rlpipe's plugin, or over several devices."""
+    """Refuse a draft vocabulary if rlpipe's plugin is off or if there are several devices."""
     if spec.draft_vocab and (sglang.tp > 1 or not sglang.plugin):
         raise ValueError(
             f"spec.draft_vocab={spec.draft_vocab!r} with rollout.sglang.tp={sglang.tp}, "

@@ -1,6 +1,6 @@
 """Drafts without a model, by lookup in the text.
 
-Needs no forward pass and no training. It pays off where text repeats itself, as in edits of a file.
+It needs no forward pass and no training. It pays off where text repeats itself, as in edits of a file.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
     """Align all anchors of some sequences: tokens, mask and turn starts.
 
     tokens: [B, T] int64. sampled: [B, T] bool, the tokens that the model sampled (not prompt, not
-    padding); a turn is a run of them. Sequences packed into one row need an unsampled token between turns.
+    padding); a turn is a run of sampled tokens. If sequences are packed into one row, there must be an
+    unsampled token between turns.
 
     >>> targets = depth_targets(torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0]]).bool(), depths=2)
     >>> targets.mask.int().tolist()  # token 2 is sampled by the prefill; 3 and 4 are drafted
@@ -43,7 +44,7 @@ def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
     batch, length = tokens.shape
     width = length + depths + 1
     drafted = torch.zeros(batch, width, dtype=torch.bool, device=tokens.device)
-    drafted[:, 1:length] = sampled[:, 1:] & sampled[:, :-1]  # the turn continues: not a turn's first token
+    drafted[:, 1:length] = sampled[:, 1:] & sampled[:, :-1]  # any token of a turn but its first
     padded = torch.nn.functional.pad(tokens, (0, width - length))
     ahead = torch.arange(2, depths + 2, device=tokens.device)
     columns = torch.arange(length, device=tokens.device)[:, None] + ahead

@@ -1,4 +1,4 @@
-"""`mtp_loss`: an objective from logits. Owns argument checks; rows and objectives are computed elsewhere."""
+"""`mtp_loss`: computes an objective from logits. Owns only argument checks; other modules do the rest."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def mtp_loss(
 
     kind: see `DraftObjective`; each is defined in `rlpipe.drafts.objectives.supervised`. draft_logits,
     target_logits: [N, K, V], any float dtype, any strides; -inf padding is allowed. Under tensor parallelism
-    V is the shard, all shards equal, in rank order. The target is a constant. mask: [N, K] bool, rows that
-    count; masked rows get a gradient of exactly 0 and may have any content.
+    V is the shard, all shards equal, in rank order. The target is a constant. mask: [N, K] bool, true for
+    rows that count; other rows get a gradient of exactly 0 and may have any content.
     tokens: [N, K] int64, the realised tokens (sampled from the target for `e2e_chain`, `e2e_block`,
-    `verify_steps` and visits); statistics of acceptance lengths need them too.
+    `verify_steps` and visits). Statistics of acceptance lengths need tokens too.
     anchors: uniform, by visit, or [N] weights >= 0. turn_starts: [B, T] bool with N = B * T.
-    temperature: the rollout's, > 0, applied to both. tp_group: None where each rank has the full vocabulary.
-    normalizer: divisor of the summed loss, for gradient accumulation; None: this call's own weight.
+    temperature: the temperature of the rollout, > 0, applied to draft and target. tp_group: None where each
+    rank has the full vocabulary. normalizer: divisor of the summed loss, for gradient accumulation; None:
+    this call's own weight.
 
     Returns the scalar loss (0 where all rows are masked) and `MtpStats`, detached sums.
     Raises ValueError for arguments that contradict each other, and for an objective on hidden states.

@@ -1,6 +1,6 @@
-"""An objective with its settings: numerator and denominator of the loss from row statistics.
+"""An objective with its settings: computes numerator and denominator of the loss from row statistics.
 
-The losses themselves, with their notation, are `rlpipe.drafts.objectives.supervised`'.
+The losses and their notation are in `rlpipe.drafts.objectives.supervised`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rlpipe.drafts.visit import by_sequence, visit_probabilities
 class Objective:
     """One objective with its settings.
 
-    kind: its name. anchors: how anchors are weighted, or [N] weights. turn_starts: [B, T] with N = B * T,
-    for `verify_steps` and `visit`. normalizer: divides the summed loss; None for this call's own weight.
-    formula: the loss of `kind`. Raises ValueError where kind or anchors need turn_starts, and for a kind that
-    learns from windows.
+    kind: name of the objective. anchors: how anchors are weighted, or [N] weights. turn_starts: [B, T] with N
+    = B * T, for `verify_steps` and `visit`. normalizer: divides the summed loss; None for this call's own
+    weight. formula: the loss of `kind`. Raises ValueError where kind or anchors need turn_starts, and for a
+    kind that learns from windows.
     """
 
     kind: DraftObjective
@@ -58,7 +58,7 @@ class Objective:
     def total_and_weight(self, rows: Rows, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute numerator and denominator of the loss, scalars.
 
-        rows, mask: [N, K], of all N anchors if full_sequence.
+        rows, mask: [N, K]; they must cover all N anchors if full_sequence.
         """
         if self.formula.by_sequence is not None:
             assert self.turn_starts is not None, self.kind
@@ -75,7 +75,7 @@ class Objective:
         return total, (weights * mask).sum()
 
     def divide(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Divide the numerator, a scalar, by `normalizer`, or else by the weight; 0 where all is masked."""
+        """Divide the numerator, a scalar, by `normalizer` or else by the weight; 0 if all rows are masked."""
         divisor = weight if self.normalizer is None else self.normalizer
         divisor = torch.as_tensor(divisor, dtype=total.dtype, device=total.device)
         return total / divisor.where(divisor > 0, 1)

@@ -1,6 +1,6 @@
-"""Fused head and loss: from hidden states to the loss without a [N, K, V] tensor.
+"""Fused head and loss: computes the loss from hidden states without a [N, K, V] tensor.
 
-Owns the loop over anchors; the passes over the vocabulary and the objectives are those of `mtp_loss`. Per
+Owns the loop over anchors; the passes over the vocabulary and the objectives are shared with `mtp_loss`. Per
 chunk of C anchors there are K * C draft rows and one target row per position. The depths share the target
 rows through a halo (depth k at anchor n is compared with position n + k):
 
@@ -9,9 +9,10 @@ rows through a halo (depth k at anchor n is compared with position n + k):
     measure(z, y) -> rows -> coefficients -> dz -> dz W added to the hidden gradient, chunk freed
 
 Stretches without an unmasked anchor (prompts, padding) are skipped; finding them reads the mask on the host.
-No product is computed twice, except where the gradient of an anchor depends on all others (`verify_steps`,
-visit weights): then a first pass measures and a second one recomputes the logits. The gradient is complete
-after the forward pass; backward only scales it. Retained: [N, K, H] and, on request, the head's gradient.
+No product is computed twice, with one exception: where the gradient of an anchor depends on all others
+(`verify_steps`, visit weights), a first pass measures and a second one recomputes the logits. The gradient is
+complete after the forward pass; the backward pass only scales it. Until then [N, K, H] and, on request, the
+head's gradient are stored.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ def linear_mtp_loss(
     """Compute `mtp_loss` of the logits `draft_hidden W^T` and `target_hidden W^T`, a chunk at a time.
 
     draft_hidden: [N, K, H]; index k - 1 is depth k at each anchor. target_hidden: [N + extra, H], extra >= 0,
-    the backbone at each position, a constant: depth k at anchor n is compared with row n + k. Rows beyond
-    the end must be masked; so must rows that cross sequences, when several are concatenated.
-    head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is this rank's shard; the
-    hidden states are complete and equal on all ranks, and so is their gradient.
-    vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never sampled.
-    draft_ids: [D] int64, ascending rows of head_weight (of the shard) that the draft multiplies. Other tokens
-    are outside its vocabulary, see `drafts.vocabulary`. None for all.
-    chunk_bytes: bound on the draft logits held at once, None for the device's default. For the other
-    arguments see `mtp_loss`.
+    the backbone's state at each position, a constant. Depth k at anchor n is compared with row n + k. The
+    mask must exclude depths beyond the last row and, if several sequences are concatenated, depths that reach
+    into the next sequence. head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is
+    this rank's shard; the hidden states are complete and equal on all ranks, and so is the gradient of the
+    hidden states. vocab: how many rows of head_weight are tokens, None for all; later rows pad the shard and
+    are never sampled. draft_ids: [D] int64, ascending: the rows of head_weight (of the shard) that the draft
+    uses, None for all. Other tokens are outside the draft's vocabulary, see `drafts.vocabulary`. chunk_bytes:
+    limit of the draft logits in memory at once, None for the device's default. For the other arguments see
+    `mtp_loss`.
     """
     objective = Objective(
         kind=DraftObjective(kind),
@@ -162,7 +163,7 @@ def linear_draft_rows(
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """The constants of one call, and its result other than the numerator: weight, statistics and rows."""
+    """The constants of one call, and its results except the numerator: weight, statistics and rows."""
 
     objective: Objective
     target_hidden: Tensor
@@ -175,14 +176,14 @@ class _Walk:
     draft_ids: Tensor | None
     chunk_bytes: int | None
     wants_gradient: bool
-    anchors: list[int] = field(init=False)  # those with an unmasked row
+    anchors: list[int] = field(init=False)  # anchors with an unmasked row
     result: tuple[Tensor, MtpStats, Rows] | None = None
 
     def __post_init__(self) -> None:
         self.anchors = self.mask.any(1).nonzero().flatten().tolist()
 
     def draft_weight(self, weight: Tensor) -> Tensor:
-        """Select the rows of the head that the draft multiplies."""
+        """Select the rows of the head that the draft uses."""
         return weight if self.draft_ids is None else weight.detach().index_select(0, self.draft_ids)
 
     def chunks(self, draft_hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -221,7 +222,7 @@ class _Walk:
     def measured_for_loss(
         self, part: slice, logits: Sequence[Tensor], measured: Measured
     ) -> tuple[tuple[Tensor, Tensor], Measured]:
-        """Return the logits and rows that the loss reads: the draft's largest logits, if it says so."""
+        """Return the logits and rows that the loss reads; it may read only the draft's largest logits."""
         draft, target = logits
         if (top := self.objective.formula.top) is None:
             return (draft, target), measured
@@ -229,7 +230,7 @@ class _Walk:
         return (largest, target), self.measured(part, largest, target)
 
     def coefficients(self, rows: Rows, part: slice) -> Tensor:
-        """Return [len(Coefficients), C, K]: derivatives of the summed loss by some anchors' statistics."""
+        """Return [len(Coefficients), C, K]: derivatives of the summed loss by statistics of some anchors."""
         objective = self.objective
         if isinstance(objective.anchors, Tensor):
             objective = replace(objective, anchors=objective.anchors[part])
@@ -248,10 +249,10 @@ class _Walk:
         inputs: tuple[Tensor, Tensor],
         grads: tuple[Tensor, Tensor | None],
     ) -> None:
-        """Write a chunk's gradient by the hidden states, and add its gradient by the head, in float32.
+        """Write a chunk's gradient of the hidden states, and add its gradient of the head, in float32.
 
-        inputs: hidden states, and the rows of the head that the draft multiplies. grads: of hidden states and
-        head.
+        inputs: hidden states, and the rows of the head that the draft uses. grads: gradients of hidden states
+        and head.
         """
         dz = self.backend.gradient(
             logits[0],
@@ -280,7 +281,7 @@ class _Walk:
                 block += columns.T @ flat
 
     def _by_known(self, dz: Tensor, draft: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
-        """Compute the gradient [C, K, D] by the known logits from the gradient by all logits of `spread`.
+        """Compute the gradient [C, K, D] of the known logits from the gradient of all logits of `spread`.
 
         `spread` sets the unknown logits to a log-sum-exp of the known ones, so their gradient is distributed
         over the known ones in proportion to q. The gradient of a softmax sums to 0 over all logits, so the
@@ -295,7 +296,7 @@ class _Walk:
 
 
 def spans(anchors: list[int], step: int) -> Iterator[slice]:
-    """Yield slices of at most `step` that cover ascending anchors and begin and end with one.
+    """Yield slices of at most `step` that cover ascending anchors; each begins and ends with an anchor.
 
     >>> list(spans([2, 3, 4, 9, 20, 21], step=8))
     [slice(2, 10, None), slice(20, 22, None)]
@@ -336,7 +337,7 @@ class _LinearTotal(torch.autograd.Function):
                     grads=(grad_hidden, grad_weight),
                 )
 
-        # Others need all rows first, and the logits a second time.
+        # The others need all rows first, and compute the logits a second time.
         if grad_hidden is not None and objective.full_sequence:
             coefficients = walk.coefficients(loss_rows, slice(None))
             for part, *logits in walk.chunks(hidden, weight):

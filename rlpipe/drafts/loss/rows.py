@@ -5,8 +5,9 @@ Owns the order of passes, the reductions and the choice of what is saved. The ba
 
     normalizers --MAX, SUM--> overlaps --SUM--> Rows [N, K] --objective--> coefficients --> gradient
 
-Three packed all-reduces over the tensor-parallel group forward, none backward. Saved for the backward pass:
-the draft's logits, one bit per token and [N, K] numbers; the target's logits only for a KL.
+The forward pass has three packed all-reduces over the tensor-parallel group, the backward pass none. Saved
+for the backward pass are the draft's logits, one bit per token and [N, K] numbers; the target's logits are
+saved only for a KL term.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Backend(Choice):
 class Rows:
     """The statistics that an objective may depend on, each [N, K]; masked rows hold 0.
 
-    Differentiable by the draft: alpha (overlap, in [0, 1]), kl (target || draft), reverse_kl, and
-    draft_logprob of the realised token. Constant: the others; see `MtpStats` for their meaning.
+    Gradients flow to the draft through alpha (overlap, in [0, 1]), kl (target || draft), reverse_kl, and
+    draft_logprob of the realised token. The other statistics are constants; see `MtpStats` for their meaning.
     """
 
     alpha: Tensor
@@ -75,7 +76,7 @@ class Rows:
 class Measured:
     """Rows, and the inputs of the gradient other than the logits.
 
-    sums: [len(Sums), N, K]. lse: of draft and of target. tokens: in the shard's numbering.
+    sums: [len(Sums), N, K]. lse: log-sum-exp of draft and target. tokens: ids in the shard's numbering.
     """
 
     rows: Rows
@@ -86,7 +87,7 @@ class Measured:
 
 
 def resolve_backend(backend: Backend | str, logits: Tensor) -> ModuleType:
-    """Return the module with `normalizers`, `overlaps` and `gradient`; auto: by the logits' device."""
+    """Return the module with `normalizers`, `overlaps` and `gradient`; auto depends on the logits' device."""
     backend = Backend(backend)
     if backend is Backend.AUTO:
         backend = Backend.TRITON if logits.is_cuda and find_spec("triton") else Backend.TORCH
@@ -109,7 +110,7 @@ def measure(
     backend: ModuleType,
     keep_bits: bool,
 ) -> Measured:
-    """Measure all rows, complete over the shards of `group`. draft, target: [N, K, V of the shard]."""
+    """Measure all rows, reduced over the shards of `group`. draft, target: [N, K, V of the shard]."""
     (z_max, z_lse), (y_max, y_lse) = (backend.normalizers(x, temperature) for x in (draft, target))
     # A shard's log-sum-exp is combined with the others' relative to the largest.
     if group is not None:
@@ -146,7 +147,7 @@ def first_choices(
 ) -> Tensor:
     """Compute p(argmax q), the acceptance under target-only, and 1[realised token = argmax q]: [2, N, K].
 
-    draft, target: [N, K, V of the shard]; measured with the realised tokens.
+    draft, target: [N, K, V of the shard]. measured: must include the realised tokens.
     """
     # Under tensor parallelism the argmax belongs to the shard with the largest logit.
     largest, choice = draft.max(-1)
@@ -166,7 +167,7 @@ def first_choices(
 
 
 def _picked(logits: Tensor, local: Tensor | None, temperature: float) -> Tensor:
-    """Return [N, K]: logit / temperature of the realised token where this shard has it, else 0."""
+    """Return [N, K]: logit / temperature of the realised token if it is in this shard, else 0."""
     dtype = torch_rows.compute_dtype(logits)
     if local is None:
         return torch.zeros(logits.shape[:2], dtype=dtype, device=logits.device)
@@ -251,7 +252,7 @@ class _RowStatistics(torch.autograd.Function):
             keep_bits=not needs_target and draft.requires_grad,
         )
 
-        # Bits replace the target's logits where no KL term reads these again.
+        # If no KL term reads the target's logits again, save only the bits.
         ctx.temperature, ctx.backend = temperature, backend
         target_inputs = (target, measured.lse[1]) if needs_target else (None, None)
         ctx.save_for_backward(

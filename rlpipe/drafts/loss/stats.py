@@ -1,4 +1,4 @@
-"""Per-depth statistics of a draft, as sums with counts: they add over micro-batches and ranks."""
+"""Per-depth statistics of a draft, as sums and counts that can be added over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ BY_DEPTH = (
 
 @dataclass(slots=True, kw_only=True)
 class MtpStats:
-    """Sums over the unmasked rows of each depth, [K] float64 unless stated; no sum waits for the device.
+    """Sums over unmasked rows of each depth, [K] float64 unless stated; summing never waits for the device.
 
     count: rows. alpha: overlap sum_v min(p, q), the acceptance rate under rejection. draft_entropy,
-    target_entropy, kl (target || draft), reverse_kl: nats. target_above, draft_above: mass of the target
-    where p > q, of the draft where q > p. They are the complements of the parts of alpha in Bebop Fig. 11,
-    which it does not define: alpha_{q>p} = sum_{q>p} p = 1 - target_above and alpha_{p>q} = sum_{p>q} q = 1 -
-    draft_above, up to ties, which count with q < p. top1: draft and target share a most likely token.
-    drafted, accepted: expected counts of an engine on these sequences, as `SpecCounts`; zeros without
-    turns. verify_steps, emitted: scalars, expected verify steps and the tokens they emit.
+    target_entropy, kl (target || draft), reverse_kl: nats. target_above: mass of the target where p > q.
+    draft_above: mass of the draft where q > p. Bebop Fig. 11 plots two parts of alpha without defining them.
+    With ties counted as q < p they are alpha_{q>p} = sum_{q>p} p = 1 - target_above and alpha_{p>q} =
+    sum_{p>q} q = 1 - draft_above. top1: draft and target share a most likely token. drafted, accepted:
+    expected counts of an engine on these sequences, defined as in `SpecCounts`; zeros without turns.
+    verify_steps, emitted: scalars, the expected verify steps and the tokens they emit.
     loss, weight: scalars, numerator and denominator of the loss.
     """
 
@@ -60,7 +60,8 @@ class MtpStats:
     ) -> MtpStats:
         """Sum rows [N, K] whose masked entries are 0.
 
-        mask: [N, K] bool. loss, weight: scalars. visits: of the same anchors; None: no engine counts.
+        mask: [N, K] bool. loss, weight: scalars. visits: forecast for the same anchors; None: leave the
+        engine counts 0.
         """
         depth = {name: getattr(rows, name).detach().double().sum(0) for name in BY_DEPTH}
         zeros = torch.zeros_like(depth["alpha"])

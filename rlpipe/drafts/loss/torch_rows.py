@@ -1,7 +1,7 @@
 """Row statistics of draft and target logits, and their gradient, in torch: the reference backend.
 
-Owns the three passes over the vocabulary; knows no loss and no process group. A row is one (anchor,
-depth). With log q = z / T - lse(z / T), log p alike, and ties q = p counted with q < p everywhere:
+Owns the three passes over the vocabulary; knows no loss and no process group. A row is one (anchor, depth).
+Define log q = z / T - lse(z / T), and log p likewise; ties q = p count as q < p everywhere:
 
     alpha   = sum_v min(p, q)                       d alpha  / dz = q (1[q <= p] - S)
     S       = sum_v q 1[q <= p]
@@ -9,10 +9,10 @@ depth). With log q = z / T - lse(z / T), log p alike, and ties q = p counted wit
     KL(q|p) = sum_v q (log q - log p)               d KL     / dz = q (log q - log p - KL(q|p))
     log q(x)                                        d log q  / dz = 1[x] - q
 
-Source: Bebop Eq. 10, 11, 17 and App. A-C. Anchors are processed in chunks, so that temporaries stay below
-a few times `CHUNK_BYTES` whatever N is. Statistics are float32 (float64 for float64 logits).
-Log-probabilities are floored at -1e4: -inf vocabulary padding is then an ordinary token of mass 0, and a
-KL against an impossible token is large instead of infinite.
+Source: Bebop Eq. 10, 11, 17 and App. A-C. Anchors are processed in chunks, so that temporaries stay below a
+few times `CHUNK_BYTES` for any N. Statistics are float32 (float64 for float64 logits). Log-probabilities are
+floored at -1e4: -inf vocabulary padding is then an ordinary token of mass 0, and a KL against an impossible
+token is large instead of infinite.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sums(IntEnum):
     DRAFT_ENTROPY = 4
     TARGET_ENTROPY = 5
     TARGET_ABOVE = 6  # target mass where p > q
-    TOP1 = 7  # > 0 when a most likely token of the draft is one of the target's
+    TOP1 = 7  # > 0 when draft and target share a most likely token
 
 
 class Coefficients(IntEnum):
@@ -72,7 +72,7 @@ def overlaps(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum over the vocabulary, and store 1[q <= p] as bits.
 
-    draft, target: [N, K, V]. largest, lse: of draft and of target, each [N, K].
+    draft, target: [N, K, V]. largest, lse: `normalizers` of draft and of target, each [N, K].
     Returns [len(Sums), N, K] and, with keep_bits, [N, K, ceil(V / 8)] uint8: token v in bit v % 8 of byte
     v // 8.
     """
@@ -91,7 +91,8 @@ def overlaps(
         sums[Sums.REVERSE_KL, part] = -_dot(q, gap)
         sums[Sums.ALPHA, part] = torch.minimum(p, q).sum(-1)
 
-        # From here on log_q, gap and log_p are buffers: a fresh one would cost more than the arithmetic.
+        # From here on log_q, gap and log_p are reused as buffers: allocation would cost more than the
+        # arithmetic.
         sums[Sums.TARGET_ABOVE, part] = _dot(p, torch.gt(gap, 0, out=log_q))
         covered = gap.ge_(0)
         sums[Sums.COVERED, part] = _dot(q, covered)
@@ -118,11 +119,11 @@ def gradient(
     target: Tensor | None = None,
     target_lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute the gradient by the draft's logits: [N, K, V] in their dtype, exact zeros in masked rows.
+    """Compute the gradient of the draft's logits: [N, K, V] in their dtype, exact zeros in masked rows.
 
-    sums: [len(Sums), N, K] over the whole vocabulary. coefficients: [len(Coefficients), N, K].
-    tokens: [N, K] int64 in this shard's numbering (outside [0, V): another shard's), or None for no log q(x).
-    Either bits, from `overlaps`, or target with its lse; KL terms need the target.
+    sums: [len(Sums), N, K] over the full vocabulary. coefficients: [len(Coefficients), N, K]. tokens: [N, K]
+    int64 in this shard's numbering (an id outside [0, V) belongs to another shard); None if the loss does not
+    use log q(x). Pass either bits, from `overlaps`, or target with its lse; KL terms need the target.
     """
     assert bits is not None or (target is not None and target_lse is not None)
     out = torch.empty(draft.shape, dtype=draft.dtype, device=draft.device)
@@ -137,7 +138,7 @@ def gradient(
         factor = by_kl - by_logprob - by_alpha * sums[Sums.COVERED, part][..., None]
         q = _probs(log_q)
 
-        # Up to the realised token: d/dz of the sum of statistics, each times its coefficient.
+        # All terms except log q(x): d/dz of the sum of statistics, each times its coefficient.
         if target is None or target_lse is None:
             assert bits is not None
             grad = _unpack(bits[part], q).mul_(by_alpha).add_(factor).mul_(q)
@@ -180,10 +181,10 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _lse(scaled: Tensor, probs: Tensor) -> Tensor:
-    """Return the log of the softmax's divisor from its largest entry, exp(max - lse): no pass of exp.
+    """Compute a softmax's log-sum-exp from its largest entry, which is exp(max - lse), without a pass of exp.
 
-    The divisor is a plain float32 running sum: with 150,000 equal logits its relative error is 1e-3. The sum
-    of the probabilities differs from 1 by as much, which `normalizers` adds.
+    The softmax's divisor is a plain float32 running sum: with 150,000 equal logits its relative error is
+    1e-3. The probabilities sum to 1 with the same relative error, and `normalizers` corrects for it.
     """
     return scaled.amax(-1) - probs.amax(-1).log()
 
@@ -193,7 +194,7 @@ def _log_probs(scaled: Tensor, lse: Tensor) -> Tensor:
 
 
 def _probs(log_probs: Tensor) -> Tensor:
-    """Compute exp as the softmax of this shard times the shard's share of the mass: several times faster."""
+    """Compute exp as softmax times the shard's share of the mass, which is several times faster."""
     probs = log_probs.softmax(-1)
     return probs.mul_(_lse(log_probs, probs).exp_()[..., None])
 
@@ -203,13 +204,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _pack(ones: Tensor) -> Tensor:
-    """[..., V] of zeros and ones -> [..., ceil(V / 8)] uint8."""
+    """Pack zeros and ones [..., V] into bits: [..., ceil(V / 8)] uint8."""
     octets = torch.nn.functional.pad(ones, (0, -ones.shape[-1] % 8)).unflatten(-1, (-1, 8))
     return (octets @ 2 ** torch.arange(8, device=ones.device).to(ones.dtype)).to(torch.uint8)
 
 
 def _unpack(packed: Tensor, like: Tensor) -> Tensor:
-    """[..., ceil(V / 8)] uint8 -> zeros and ones of the shape and dtype of `like`, [..., V]."""
+    """Unpack bits [..., ceil(V / 8)] into zeros and ones of the shape and dtype of `like`, [..., V]."""
     table = torch.arange(256, device=packed.device)[:, None] >> torch.arange(8, device=packed.device) & 1
     octets = torch.nn.functional.embedding(packed.int(), table.to(like.dtype))
     return octets.flatten(-2)[..., : like.shape[-1]]

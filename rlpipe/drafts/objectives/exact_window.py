@@ -1,13 +1,13 @@
-"""The expected speed-up of a drafted window, by its exact gradient; under chain and block verification.
+"""The expected speed-up of a drafted window and its exact gradient, under chain and block verification.
 
 From an anchor the drafter writes d = d_1 .. d_K, d_t ~ q_t = q(. | d_<t); the target has p_t = p(. | d_<t).
-Verification accepts the first k drafts and the step emits k + 1 tokens. Whatever is accepted, the step costs
-one pass of the target and K drafts of c passes each. Against one token per pass the speed-up is
+Verification accepts the first k drafts and the step emits k + 1 tokens. For every k the step costs one pass
+of the target and K drafts of c passes each. Compared with one token per pass the speed-up is
 
     f(k) = (1 + k) / (1 + c K),      R(theta) = E_{d ~ q} E_{coins} f(k).
 
-**Coins.** Under both rules at least j drafts are accepted with a probability S_j that d_1 .. d_j decide. With
-r_t = p_t(d_t) / q_t(d_t) and S_0 = 1 it is
+**Coins.** Under both rules at least j drafts are accepted with a probability S_j that depends only on d_1 ..
+d_j. With r_t = p_t(d_t) / q_t(d_t) and S_0 = 1 it is
 
     chain:  S_j = S_{j-1} min(1, r_j)     Leviathan et al. (arXiv 2211.17192); PPOW C.1, averaged
     block:  S_j = min(1, S_{j-1} r_j)     Sun et al. (arXiv 2403.10444); `rlpipe.spec.verify.block`
@@ -20,9 +20,9 @@ so (1 + c K) R = 1 + sum_j E_d S_j(d), and no coin is left to be sampled.
                          score-function term                    pathwise term
 
 PPOW (arXiv 2605.14978, §4.1), like any REINFORCE that treats the reward as given, has only the first term. In
-the second, S_j has a factor 1 / q_i(d_i) where r_i < 1 counts, so that - S_j grad log q_i(d_i) cancels the
-score term of that token entirely. Let clip_i = 1 where the minimum at i is 1: q_i(d_i) <= p_i(d_i) for the
-chain, q_i(d_i) <= S_{i-1} p_i(d_i) for the block. The remaining terms are
+the second term, S_j has a factor 1 / q_i(d_i) where the minimum at i is r_i; its gradient, - S_j grad log
+q_i(d_i), cancels the score term of that token entirely. Let clip_i = 1 where the minimum at i is 1: q_i(d_i)
+<= p_i(d_i) for the chain, q_i(d_i) <= S_{i-1} p_i(d_i) for the block. The remaining terms are
 
     grad E_d S_j = E_d [ S_j sum_{i <= j} u_ij grad log q_i(d_i) ],
     chain:  u_ij = clip_i                    block:  u_ij = max(clip_i, .., clip_j)
@@ -30,7 +30,8 @@ chain, q_i(d_i) <= S_{i-1} p_i(d_i) for the block. The remaining terms are
 (block's S_j is r_{m+1} .. r_j, with m the last clip up to j, so its pathwise term cancels the tokens after
 m). In words: acceptance does not make a token likelier if the drafter already proposes it too often.
 
-**Rao-Blackwell over the token.** For j = i the mean over d_i is a sum over the vocabulary, which is known:
+**Rao-Blackwell over the token.** For j = i the mean over d_i is a sum over the vocabulary, which can be
+computed:
 
     E[ S_i clip_i grad log q_i(d_i) | d_<i ] = S' sum_{v: clip_i(v)} grad q_i(v),
 
@@ -39,8 +40,8 @@ block. Only what comes after d_i needs a sampled d_i: h_i = sum_{j > i} u_ij S_j
 
 **Baseline.** F_i(d) = sum_{j > i} S_j with S_i set to 1: the drafts accepted after a clip at i. b_i is the
 mean of F_i over the other G - 1 windows of the anchor, hence independent of this window. By the equation
-above S' b_i clip_i grad log q_i(d_i) has the mean S' b_i sum_{v: clip_i(v)} grad q_i(v). Subtract one, add
-the other:
+above, the mean of S' b_i clip_i grad log q_i(d_i) is S' b_i sum_{v: clip_i(v)} grad q_i(v). Subtract the
+first and add its mean:
 
     g = sum_i { S' (1 + b_i) sum_{v: clip_i(v)} grad q_i(v)  +  (h_i - S' b_i clip_i) grad log q_i(d_i) }
 
@@ -48,15 +49,15 @@ the other:
 
 exactly, for any G >= 2. For K = 1 nothing in g is random: it is the gradient of alpha_1 (Bebop Eq. 11).
 
-`window_gradient` returns g as its derivative by log q, [W, G, K, V]: linear in the vocabulary. The tests
-compare the mean of (1) over all groups of windows with finite differences of R, to 1e-8. A tie q = p counts
-as a clip, like in `rlpipe.drafts.visit`; R has a kink there.
+`window_gradient` returns g as derivatives by log q, [W, G, K, V], so its cost is linear in the vocabulary.
+The tests compare the mean of (1) over all groups of windows with finite differences of R, to 1e-8. A tie q =
+p counts as a clip, like in `rlpipe.drafts.visit`; R has a kink there.
 
 **Notes.** c scales R but does not change the direction of its gradient, as K is fixed and every draft is paid
-for (PPOW's reward charges only the accepted ones). R is a mean over the sampled anchors: even ones where both
-`ppow.hard_start` and `ppow.hard_end` are 0. `e2e_tv` (Bebop Eq. 13) multiplies overlaps along a text of the
-target; here the windows are the drafter's own, and 1 + sum_j E_d S_j is what an engine emits from these
-anchors.
+for (PPOW's reward charges only the accepted ones). R is a mean over the sampled anchors; they are sampled
+uniformly where both `ppow.hard_start` and `ppow.hard_end` are 0. `e2e_tv` (Bebop Eq. 13) multiplies overlaps
+along a text of the target; here the drafter samples the windows, and 1 + sum_j E_d S_j is the number of
+tokens that an engine emits from these anchors.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ from rlpipe.drafts.windows.totals import PpowTotals
 
 
 def speedup(accepted: Tensor, depths: int, draft_cost: float) -> Tensor:
-    """Compute f(k) = (1 + k) / (1 + c K), tokens of a step per pass of the target that it costs.
+    """Compute f(k) = (1 + k) / (1 + c K), the tokens of a step divided by its cost in passes of the target.
 
-    accepted: k, or its expectation, as f is linear; any shape. depths: K. draft_cost: c.
+    accepted: k or, as f is linear, its expectation; any shape. depths: K. draft_cost: c.
 
     >>> speedup(torch.tensor([0.0, 3.0]), 3, 1 / 3).tolist()
     [0.5, 2.0]
@@ -81,9 +82,9 @@ def speedup(accepted: Tensor, depths: int, draft_cost: float) -> Tensor:
 
 
 def log_survival(log_ratio: Tensor, *, block: bool) -> Tensor:
-    """Compute log S_j, of the probability that at least j drafts are accepted: [..., K] -> [..., K].
+    """Compute log S_j, where S_j is the probability that at least j drafts are accepted: [..., K] -> same.
 
-    log_ratio: log r_t of the drafts. block: verified as a block, otherwise one after the other.
+    log_ratio: log r_t of the drafts. block: whether drafts are verified as a block or one after the other.
 
     >>> ratios = torch.tensor([0.5, 4.0]).log()
     >>> log_survival(ratios, block=False).exp().tolist(), log_survival(ratios, block=True).exp().tolist()
@@ -103,10 +104,10 @@ def log_survival(log_ratio: Tensor, *, block: bool) -> Tensor:
 def window_gradient(log_q: Tensor, log_p: Tensor, tokens: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:
     """Estimate the gradient of each window's expected number of accepted drafts, without bias.
 
-    log_q, log_p: [..., G, K, V] of drafter and target at each draft, normalised. tokens: [..., G, K], sampled
-    from q; the G >= 2 windows of an anchor independently. block: see `log_survival`.
-    Returns g of the module's docstring as its derivative by log q, [..., G, K, V] (so that g = sum_v of it
-    times grad log q), and sum_j S_j, [..., G], an unbiased estimate of the number accepted.
+    log_q, log_p: [..., G, K, V], normalised log-probabilities of drafter and target at each draft. tokens:
+    [..., G, K], sampled from q; the G >= 2 windows of an anchor are independent. block: see `log_survival`.
+    Returns two tensors. The first, w [..., G, K, V], is the module's g as derivatives by log q: g = sum_v w_v
+    grad log q(v). The second, sum_j S_j [..., G], is an unbiased estimate of the number accepted.
     """
     log_ratio = logprobs_of(log_p, tokens) - logprobs_of(log_q, tokens)
     log_s = log_survival(log_ratio, block=block)
@@ -114,7 +115,7 @@ def window_gradient(log_q: Tensor, log_p: Tensor, tokens: Tensor, *, block: bool
     clipped = ((before if block else 0) + log_ratio) >= 0
     scale = torch.ones_like(survival) if block else before.exp()
 
-    # The weight of each q(v) with a clip, and of the sampled token, depth by depth.
+    # Compute, depth by depth, the weight of each clipped q(v) and the weight of the sampled token.
     depths, siblings = tokens.shape[-1], tokens.shape[-2] - 1
     known, sampled = [], []
     for t in range(depths):
@@ -135,10 +136,10 @@ def window_gradient(log_q: Tensor, log_p: Tensor, tokens: Tensor, *, block: bool
 def expected_speedup(
     log_q: Tensor, log_p: Tensor, tokens: Tensor, *, draft_cost: float, block: bool
 ) -> Tensor:
-    """Compute sum_j S_j of each window as its speed-up, [..., G]; its gradient by log q is that of Eq. (1).
+    """Compute each window's speed-up from sum_j S_j, [..., G]; its gradient by log q is that of Eq. (1).
 
-    Arguments as in `window_gradient`; the gradient flows into log_q only. draft_cost: of a drafted token, in
-    verify steps.
+    For the arguments see `window_gradient`; the gradient flows into log_q only. draft_cost: cost of a drafted
+    token, in verify steps.
     """
     weights, accepted = window_gradient(log_q, log_p, tokens, block=block)
     linear = (weights * log_q).sum((-1, -2)) / (1 + draft_cost * tokens.shape[-1])
@@ -154,10 +155,10 @@ def reward(
     config: PpowConfig,
     block: bool = False,
 ) -> Tensor:
-    """Compute E_{coins} f(k) of each window, from the probabilities of its `Verdict`: [..., K] -> [...].
+    """Compute E_{coins} f(k) of each window from the `accept_prob` of its `Verdict`: [..., K] -> [...].
 
-    Their meaning differs by rule: S_j of a block, and S_j / S_{j-1} of a chain. draft_cost: of a drafted
-    token, in verify steps.
+    accept_prob: S_j for block verification, S_j / S_{j-1} for a chain. draft_cost: cost of a drafted token,
+    in verify steps.
     """
     survival = accept_prob if block else accept_prob.cumprod(-1)
     return speedup(survival.sum(-1), accept_prob.shape[-1], draft_cost)
@@ -166,9 +167,9 @@ def reward(
 def windows_loss(
     rollout: Rollout, hard: float, config: PpowConfig, *, block: bool = False
 ) -> tuple[Tensor, PpowTotals]:
-    """Compute the sum over drafts of minus the window's expected speed-up, a scalar, and totals.
+    """Compute the loss, minus the window's expected speed-up summed over drafts, a scalar; and totals.
 
-    hard: the share of windows sampled by score. Of the settings only cost, windows and curriculum count:
+    hard: the share of windows sampled by score. Only the settings for cost, windows and curriculum are used:
     there is no clip, no KL and no R_dist.
     """
     log_q, log_p, tokens = rollout.logprobs, rollout.target_logprobs[:, :, :-1], rollout.tokens

@@ -1,16 +1,16 @@
-"""PPOW: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2).
+"""PPOW: compares windows with their siblings, with a clip and a KL to the target (PPOW §4.1, App. A.2).
 
 **Bias.** The reward of a window d depends on the drafter itself, because a draft is accepted with probability
-min(1, p / q). Of
+min(1, p / q). The exact gradient has two terms,
 
     grad E_d[R] = E_d[ R grad log q(d) ] + E_d[ grad R(d) ]
 
-PPOW has only the first term, as it differentiates only the sampling of d. The second term cancels the first
-at every token with q > p (`objectives.exact_window`), so PPOW makes tokens likelier that the drafter already
-proposes too often, as long as they are accepted often enough. At single positions with random p and q the
-cosine between the two gradients is .77 to .82 on average, and it is negative in several percent of them
-(tests/unit/drafts/test_exact_window.py). `ppow` is the published objective; `ppow_exact` adds the second term
-(`missing_term`) and changes nothing else.
+and PPOW has only the first, as it differentiates only the sampling of d. The second term cancels the first at
+every token with q > p (`objectives.exact_window`). So PPOW raises the probability even of tokens that the
+drafter already proposes too often, as long as they are accepted often enough. At single positions with random
+p and q the cosine between the two gradients is .77 to .82 on average, and it is negative in several percent
+of them (tests/unit/drafts/test_exact_window.py). `ppow` is the published objective; `ppow_exact` only adds
+the second term (`missing_term`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rlpipe.drafts.windows.reward import expected_reward, proximity_reward, wind
 from rlpipe.drafts.windows.rollout import Rollout, logprobs_of
 from rlpipe.drafts.windows.totals import PpowTotals
 
-DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
+DELTA = 1e-6  # makes the advantages of a group with equal rewards 0
 
 
 @dataclass(slots=True, kw_only=True)
 class PpowStats:
-    """Sums over drafted tokens, detached: divide by `tokens`.
+    """Detached sums over drafted tokens; divide them by `tokens` for means.
 
-    clipped: tokens whose clipped term was the smaller one. kl: KL(draft || target), nats. ratio: of the
-    drafter's probability to that at the time of drafting.
+    clipped: tokens for which the clipped term was the smaller one. kl: KL(draft || target), nats. ratio: the
+    drafter's probability divided by its probability at the time of drafting.
     """
 
     tokens: Tensor
@@ -44,9 +44,9 @@ class PpowStats:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Compute A_i = (R_i - mean) / (std + delta) over the G windows of each prefix. [..., G] -> same.
+    """Compute A_i = (R_i - mean) / (std + delta) over the G windows of each prefix: [..., G] -> same.
 
-    The standard deviation is that of the group itself (divided by G).
+    The standard deviation is the population one (divided by G, not G - 1).
 
     >>> group_advantages(torch.tensor([[0.0, 1.0], [2.0, 2.0]])).round().tolist()
     [[-1.0, 1.0], [0.0, 0.0]]
@@ -67,11 +67,11 @@ def ppow_loss(
 ) -> tuple[Tensor, PpowStats]:
     """Compute -J: mean over windows and their K drafts of min(r A, clip(r) A) - beta KL(draft || target).
 
-    draft_logprobs: [N, K, V] of the drafter after the drafts before, normalised; gradients flow into it
-    only. target_logprobs: [N, K, V] at the same positions. tokens: [N, K] drafted. behaviour_logprobs:
-    [N, K], of the tokens when they were drafted, nats. advantages: [N], one per window. clip: r stays in
-    [1 - clip, 1 + clip]. kl_coef: beta.
-    Returns a scalar, 0 for no windows, and sums.
+    draft_logprobs: [N, K, V] of the drafter at each draft, normalised; gradients flow only into this
+    argument. target_logprobs: [N, K, V] at the same positions. tokens: [N, K] drafted. behaviour_logprobs:
+    [N, K], log-probabilities of the tokens when they were drafted, nats. advantages: [N], one per window.
+    clip: r stays in [1 - clip, 1 + clip]. kl_coef: beta.
+    Returns the loss, a scalar (0 if there are no windows), and sums.
     """
     log_q, log_p = draft_logprobs.float(), target_logprobs.float().detach()
     chosen = log_q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -104,14 +104,15 @@ def missing_term(
 ) -> Tensor:
     """Compute the pathwise term of each window, [W, G]; its gradient is the part that PPOW leaves out.
 
-    With R(d) the expectation of the reward over the coins and A = (R - mean) / (std + delta),
+    With R(d) the expectation of the reward over the coins and A = (R - mean) / (std + delta), it is
 
         (1 - 1/G) R(d) / (std + delta).
 
     The factor 1 - 1/G is there because the mean of A contains the window's own reward, which shrinks PPOW's
-    term by the same factor. The sum of the two terms is the gradient of E[R], divided by a standard deviation
-    that is itself sampled and so weighs the anchors. rewards: [W, G]. gap: [W, G] of `proximity_gap`, nats.
-    The others: [W, G, K(, V)]. draft_cost: of a drafted token, in verify steps.
+    term by the same factor. The sum of the two terms is the gradient of E[R], divided by a standard
+    deviation. This is estimated from the sample, so it also weights the anchors. rewards: [W, G]. gap: [W, G]
+    from `proximity_gap`, nats. The other tensors: [W, G, K(, V)]. draft_cost: cost of a drafted token, in
+    verify steps.
     """
     accept = (logprobs_of(target_logprobs, tokens) - logprobs_of(draft_logprobs, tokens)).clamp(max=0).exp()
     expected = expected_reward(
@@ -124,10 +125,10 @@ def missing_term(
 def reward(
     num_accepted: Tensor, accept_prob: Tensor, gap: Tensor, *, draft_cost: float, config: PpowConfig
 ) -> Tensor:
-    """Compute R of each window (§4.3), or its expectation over the coins with `ppow.expected_reward`.
+    """Compute R of each window (§4.3) or, with `ppow.expected_reward`, its expectation over the coins.
 
     num_accepted: [...]. accept_prob: [..., K] of a chain's `Verdict`. gap: [...], see `proximity_gap`.
-    draft_cost: of a drafted token, in verify steps.
+    draft_cost: cost of a drafted token, in verify steps.
     """
     rules = {"draft_cost": draft_cost, "proximity": config.proximity, "tolerance": config.tolerance}
     if config.expected_reward:
@@ -138,12 +139,12 @@ def reward(
 def measured_reward(
     num_accepted: Tensor, accept_prob: Tensor, gap: Tensor, *, draft_cost: float, config: PpowConfig
 ) -> Tensor:
-    """Compute the reward of a measured speed-up, (1 + k) / (1 + c K) + 1[k = 0] R_dist (PPOW App. D).
+    """Compute a reward from measured costs, (1 + k) / (1 + c K) + 1[k = 0] R_dist (PPOW App. D).
 
-    A step takes the same time whatever is accepted, so the speed-up that a clock shows is linear in k.
-    Advantages compare siblings and divide by their deviation. Without R_dist they therefore do not depend on
-    c and equal those of the number accepted. Arguments as of `reward`; draft_cost: c measured, as the report
-    prints it.
+    A step takes the same time for every k, so the measured speed-up is linear in k. Advantages compare
+    siblings and divide by their standard deviation. Without R_dist they therefore do not depend on c, and k
+    as the reward would give the same advantages. For the arguments see `reward`; draft_cost: the measured c,
+    as the report prints it.
     """
     rejected = (num_accepted == 0).float()
     if config.expected_reward:

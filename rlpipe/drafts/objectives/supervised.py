@@ -1,8 +1,8 @@
-"""Objectives on a fixed text: a function each, with its equation and source, and a row of `OBJECTIVES`.
+"""Objectives on a fixed text. Each has a function, with equation and source, and a row in `OBJECTIVES`.
 
-Pure functions of row statistics; no logits, no vocabulary. Notation: p target, q draft, alpha_k =
-sum_v min(p_k, q_k) at depth k, a_k = min(1, q_k(x_k) / p_k(x_k)) at the realised token x_k, m the mask, w_n
-the weight of anchor n. Every loss is a ratio of sums, a mean over drafted tokens:
+They are pure functions of row statistics and read no logits. Notation: p target, q draft, alpha_k = sum_v
+min(p_k, q_k) at depth k, a_k = min(1, q_k(x_k) / p_k(x_k)) at the realised token x_k, m the mask, w_n the
+weight of anchor n. Every loss is a ratio of sums, a mean over drafted tokens:
 
     by depth:  sum_n w_n sum_k m_nk loss_nk / sum_n w_n sum_k m_nk
     by chain:  sum_n w_n (g_n - E[tau_n])   / sum_n w_n g_n,     g_n = leading unmasked depths of anchor n
@@ -41,12 +41,12 @@ EAGLE1_TOKENS = 0.1
 class Supervised:
     """One objective, in exactly one of three forms.
 
-    by_depth: rows -> loss of each drafted token, [N, K]. by_chain: rows and mask, without gaps -> expected
-    accepted drafts of each anchor, [N]. by_sequence: rows, mask, turn_starts -> numerator and denominator.
-    needs_tokens: whether realised tokens enter. needs_target: whether it has a KL term, whose gradient reads
-    the target again. top: the number of largest draft logits that the rows are measured over (their
-    statistics are still those of all); None for all. features: whether `feature_distance` is added; it needs
-    hidden states.
+    by_depth: rows -> loss of each drafted token, [N, K]. by_chain: rows and a mask without gaps -> expected
+    number of accepted drafts of each anchor, [N]. by_sequence: rows, mask, turn_starts -> numerator and
+    denominator. needs_tokens: whether the loss uses realised tokens. needs_target: whether it has a KL term;
+    the gradient of a KL term reads the target again. top: if set, the loss sees only this many of the largest
+    draft logits (the reported statistics use all logits); None for all. features: whether `feature_distance`
+    is added; it needs hidden states.
     """
 
     by_depth: Callable[[Rows], Tensor] | None = None
@@ -61,8 +61,8 @@ class Supervised:
 def hard_ce(rows: Rows) -> Tensor:
     """Compute the cross-entropy against the realised token, -log q(x): [N, K].
 
-    For tokens of the target it is an unbiased estimate of soft cross-entropy, the paper's "CE" (`kl`). For
-    text of other sources it trains the draft on that text.
+    On text that the target sampled it is an unbiased estimate of soft cross-entropy, the paper's "CE" (`kl`).
+    On other text it trains the draft to imitate that text.
     """
     return -rows.draft_logprob
 
@@ -70,7 +70,7 @@ def hard_ce(rows: Rows) -> Tensor:
 def kl(rows: Rows) -> Tensor:
     """Compute KL(p || q): [N, K].
 
-    Its gradient, q - p, is that of soft cross-entropy. Source: Bebop App. B, "CE".
+    Its gradient, q - p, equals the gradient of soft cross-entropy. Source: Bebop App. B, "CE".
     """
     return rows.kl
 
@@ -83,8 +83,8 @@ def reverse_kl(rows: Rows) -> Tensor:
 def tv(rows: Rows) -> Tensor:
     """Compute the rejected mass, 1 - alpha: [N, K]. Source: Bebop Eq. 10, 11.
 
-    Over the full vocabulary and unbounded, as in the paper's runs. Two options of its kernel are `tv_clamp`
-    and `tv_top`.
+    It uses the full vocabulary and has no clamp, as in the paper's runs. `tv_clamp` and `tv_top` are two
+    options of the paper's kernel.
     """
     return 1 - rows.alpha
 
@@ -98,10 +98,10 @@ def tv_clamp(rows: Rows) -> Tensor:
 
 
 def eagle1(rows: Rows) -> Tensor:
-    """Compute 0.1 KL(p || q), the part of EAGLE-1's loss on tokens: [N, K].
+    """Compute 0.1 KL(p || q), the token part of EAGLE-1's loss: [N, K].
 
-    The other part, of weight 1, is `feature_distance`. Source: EAGLE (arXiv 2401.15077, section 4.2), with
-    KL for its cross-entropy against the target's distribution, which has the same gradient.
+    The other part, of weight 1, is `feature_distance`. Source: EAGLE (arXiv 2401.15077, section 4.2). The
+    paper uses the cross-entropy against the target's distribution, which has the same gradient as this KL.
     """
     return EAGLE1_TOKENS * rows.kl
 
@@ -109,8 +109,8 @@ def eagle1(rows: Rows) -> Tensor:
 def feature_distance(draft_hidden: Tensor, target_hidden: Tensor) -> Tensor:
     """Compute SmoothL1(f, g) averaged over the H features: [N, K].
 
-    draft_hidden: [N, K, H] that the head multiplies. target_hidden: [N + extra, H]; depth k at anchor n is
-    compared with row n + k, rows beyond the end with the last one. Source: EAGLE, section 4.2.
+    draft_hidden: [N, K, H], the inputs of the head. target_hidden: [N + extra, H]; depth k at anchor n is
+    compared with row n + k, or with the last row if there is no row n + k. Source: EAGLE, section 4.2.
 
     >>> feature_distance(torch.tensor([[[3.0, 0.5]]]), torch.tensor([[9.0, 9.0], [1.0, 0.5]])).tolist()
     [[0.75]]
@@ -126,8 +126,8 @@ def feature_distance(draft_hidden: Tensor, target_hidden: Tensor) -> Tensor:
 def tv_linear(rows: Rows) -> Tensor:
     """Compute (K - k + 1) / K times the rejected mass of depth k: [N, K].
 
-    A baseline with fixed weights for `e2e_tv`: these are the weights of its gradient where every draft is
-    accepted, d/d alpha_k of sum_j alpha_1 ... alpha_j at alpha = 1, divided by K.
+    A baseline with fixed weights for `e2e_tv`. The weights are those of the gradient of `e2e_tv` where every
+    draft is accepted: d/d alpha_k of sum_j alpha_1 ... alpha_j at alpha = 1, divided by K.
     """
     depths = rows.alpha.shape[1]
     weights = torch.arange(depths, 0, -1, dtype=rows.alpha.dtype, device=rows.alpha.device) / depths
@@ -146,9 +146,9 @@ def tv_decay(rows: Rows) -> Tensor:
 def lk(rows: Rows) -> Tensor:
     """Compute lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-3 alpha), alpha detached: [N, K].
 
-    KL where the overlap is small and the gradient of TV vanishes, TV where it is large, row by row.
-    Source: Samarin et al., "LK losses" (arXiv 2602.23881), the hybrid with decay 3; per row as
-    vllm-project/speculators #673.
+    Each row is mostly KL where the overlap is small and the gradient of TV vanishes, and mostly TV where the
+    overlap is large. Source: Samarin et al., "LK losses" (arXiv 2602.23881), the hybrid with decay 3; lambda
+    is set per row, as in vllm-project/speculators #673.
     """
     share = (-LK_DECAY * rows.alpha.detach()).exp()
     return share * rows.kl + (1 - share) * (1 - rows.alpha)
@@ -163,9 +163,9 @@ def e2e_tv(rows: Rows, mask: Tensor) -> Tensor:
 
 
 def e2e_chain(rows: Rows, mask: Tensor) -> Tensor:
-    """Compute E[tau] = sum_j a_1 ... a_{j-1} alpha_j, exact for tokens of the target: [N].
+    """Compute E[tau] = sum_j a_1 ... a_{j-1} alpha_j, exact for tokens sampled from the target: [N].
 
-    Averaged over x ~ p: E_p[a_1 ... a_{j-1} alpha_j] is the probability that j drafts are accepted, as
+    On average over x ~ p, E_p[a_1 ... a_{j-1} alpha_j] is the probability that j drafts are accepted, because
     p(x) a(x) = min(p, q)(x) is the distribution of accepted drafts. Source: notes, "End-to-end TV loss".
     """
     accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
@@ -175,19 +175,19 @@ def e2e_chain(rows: Rows, mask: Tensor) -> Tensor:
 def e2e_block(rows: Rows, mask: Tensor) -> Tensor:
     """Compute E[tau] = sum_j min(1, min_{k <= j} Q(x^k) / P(x^k)) of block verification: [N].
 
-    For tokens of the target. P, Q: joint probabilities of the first k tokens. Block verification (arXiv
-    2403.10444) accepts x^j with Q(x^j) min_k P(x^j | x^k) / Q(x^j | x^k) = P(x^j) min_k Q(x^k) / P(x^k),
-    k = 0..j.
+    The tokens must be sampled from the target. P, Q: joint probabilities of the first k tokens. Block
+    verification (arXiv 2403.10444) accepts x^j with Q(x^j) min_k P(x^j | x^k) / Q(x^j | x^k) = P(x^j) min_k
+    Q(x^k) / P(x^k), k = 0..j.
     """
     log_ratio = (rows.draft_logprob - rows.target_logprob).cumsum(1)
     return (mask * log_ratio.cummin(1).values.clamp(max=0).exp()).sum(1)
 
 
 def verify_steps(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the expected verify steps of all sequences and the tokens they emit; scalars.
+    """Compute two scalars: the expected verify steps of all sequences, and the tokens they emit.
 
-    rows, mask: [N, K]. turn_starts: [B, T] bool, N = B * T. Exact for tokens of the target. Source:
-    `rlpipe.drafts.visit`. Raises ValueError as `by_sequence`.
+    rows, mask: [N, K]. turn_starts: [B, T] bool, N = B * T. Exact for tokens sampled from the target. Source:
+    `rlpipe.drafts.visit`. Raises ValueError where `by_sequence` does.
     """
     accept, mask = by_sequence(rows, mask, turn_starts)
     steps = expected_verify_steps(accept, mask, turn_starts).sum()
@@ -214,7 +214,7 @@ OBJECTIVES: dict[DraftObjective, Supervised] = {
 
 
 def supervised(kind: DraftObjective | str) -> Supervised:
-    """Return the objective of a name.
+    """Return the objective with a name.
 
     Raises ValueError for an unknown name, and for an objective that learns from windows.
     """

@@ -1,7 +1,7 @@
-"""Objectives on windows that the draft generates and the target verifies: a file each and a row of `LOSSES`.
+"""Objectives on windows that the draft generates and the target verifies; each has a row in `LOSSES`.
 
-Sampling, drafting and verification of windows are `rlpipe.drafts.windows`, the same for every objective and
-drafter; their settings are the section `ppow`.
+`rlpipe.drafts.windows` samples, drafts and verifies windows, in the same way for every objective and drafter.
+Its settings are in the section `ppow`.
 
     ppow          published: score-function term only, clipped, with a KL       `objectives.ppow`
     ppow_exact    the same with its missing pathwise term                      `objectives.ppow`
@@ -28,7 +28,7 @@ from rlpipe.spec.verify import verify_block, verify_chain
 from rlpipe.spec.verify.verdict import Verdict
 
 # (windows, share of them sampled by score, settings) -> sum over drafts of the loss, a scalar, and totals.
-# It is a sum over parts of the windows, each with all siblings of its anchors.
+# It is called for parts of the windows, which never separate siblings, and the results are added.
 WindowsLoss = Callable[[Rollout, float, PpowConfig], tuple[Tensor, PpowTotals]]
 
 
@@ -36,9 +36,10 @@ WindowsLoss = Callable[[Rollout, float, PpowConfig], tuple[Tensor, PpowTotals]]
 class WindowObjective:
     """One objective on windows.
 
-    loss: see `WindowsLoss`. reward: of each window, from `Verdict.num_accepted`, `Verdict.accept_prob`, the
-    gap to the target's greedy window, draft_cost and config. proximity: whether that gap enters, which needs
-    the target's greedy windows. verify: the rule that accepts drafts.
+    loss: see `WindowsLoss`. reward: computes the reward of each window from `Verdict.num_accepted`,
+    `Verdict.accept_prob`, the gap to the target's greedy window, draft_cost and config. proximity: whether
+    the reward uses that gap; then the target's greedy windows are computed. verify: the rule that accepts
+    drafts.
     """
 
     loss: WindowsLoss
