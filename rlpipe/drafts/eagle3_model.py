@@ -189,8 +189,8 @@ class Windows:
     def step(self, state: Tensor, embedded: Tensor) -> Tensor:
         """Compute the states [W, G, H] of the next step; the first call is step 2.
 
-        state: the states of the step before. embedded: embeddings of the tokens drafted from them. Both [W,
-        G, H].
+        state: states of the step before. embedded: embeddings of the tokens drafted from them; both
+        [W, G, H].
         """
         positions = self._anchors + len(self._past)
         return self._layer(state, embedded, positions, past=self._past, unseen=self._unseen)

@@ -1,18 +1,19 @@
-"""The trainer of a draft outside the policy: plain torch together with its target, in one process.
+"""The trainer of a draft that is not part of the policy: plain torch, in one process with its target.
 
 Owns the draft, its optimizer, and the path from a packed batch to its loss. The target (`drafts.protocols`)
-is the engine's model, so the features trained on are the ones drafted from. It runs without gradients, a few
-rows at a time. Before RL (`rlpipe.adapt`) it is frozen; during RL (`TrainerWorker`) it gets the policy's
-weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives: `rlpipe.drafts.loss`.
+is the engine's model, so the draft is trained on the same features that it reads in generation. It runs
+without gradients, a few rows at a time. Before RL (`rlpipe.adapt`) it is frozen; during RL (`TrainerWorker`)
+it gets the policy's weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives:
+`rlpipe.drafts.loss`.
 
     micro-batch -> rows of tokens -> target: hidden states, features -> unroll K steps -> states of turns
                                                      | head of the target                | head of the draft
                                                      +-----------> mtp_loss <------------+
 
-The head and the loss run turn by turn and again in the backward pass, so that no [N, K, V] tensor of a full
-batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss
-(any of `mtp_loss`), and the starting point of norm and head (the target's). An objective on windows, which is
-for EAGLE-3 drafts only, learns from windows that the draft generates (`drafts.windows`).
+The head and the loss run turn by turn, and again in the backward pass, so that no [N, K, V] tensor of a full
+batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of `mtp_loss`), and
+the initialization of norm and head (copied from the target). Objectives on windows, which are for EAGLE-3
+drafts only, learn from windows that the draft generates (`drafts.windows`).
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 
-LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, at least one turn
+LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # draft logits in memory at once; at least one turn
 
 
 class Aligned(NamedTuple):
     """Draft and target over a micro-batch, aligned.
 
-    batch: its layout. states: of the draft at all anchors [M, K, H]. hidden: of the target there [M, H].
-    anchors: [R, L] into both, of the R turns. targets: tokens and mask of each depth.
+    batch: layout of the micro-batch. states: [M, K, H] of the draft at all anchors. hidden: [M, H] of the
+    target at the same anchors. anchors: [R, L], indices into both for the R turns. targets: tokens and mask
+    of each depth.
     """
 
     batch: DraftBatch
@@ -66,9 +68,9 @@ class Aligned(NamedTuple):
 class DraftTrainer:
     """Trains a draft for `adapt.run`, and together with the policy for the trainer's worker.
 
-    config: with `draft` (objective, steps of the training-time test, learning rate), `ppow` and `trainer`.
-    draft, target: on one device. draft_cost: c of PPOW's reward where `ppow.draft_cost` is 0.
-    updates: optimizer steps so far.
+    config: `draft` (objective, steps of the training-time test, learning rate), `ppow` and `trainer` are
+    used. draft, target: must be on the same device. draft_cost: c of PPOW's reward, used if `ppow.draft_cost`
+    is 0. updates: optimizer steps so far.
     """
 
     shares_prefixes = False
@@ -86,7 +88,8 @@ class DraftTrainer:
             draft_cost=draft_cost,
         )
 
-        # The curriculum of windows counts the draft's updates: during RL one in every draft.interval steps.
+        # The curriculum of windows counts the draft's updates; during RL there is one every draft.interval
+        # steps.
         every = config.draft.interval if config.cotrains_draft else 1
         self._windows: WindowTraining | None = None
         if config.draft.windows:
@@ -138,7 +141,7 @@ class DraftTrainer:
 
     @torch.no_grad()
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
-        """Tabulate draft and target at every context of every packed trajectory (None: it has none)."""
+        """Tabulate draft and target at every context of each packed trajectory (None if it has none)."""
         tables: dict[int, Table] = {}
         for micro_batch in _micro_batches(batch):
             if (aligned := self._aligned(micro_batch)) is not None:
@@ -150,7 +153,7 @@ class DraftTrainer:
         SavingDraft(self._state(), self._draft, directory=Path(directory)).write()
 
     def begin_save(self, directory: Path, hf: Path) -> SavingDraft:
-        """Copy what `save` and `save_hf` would write to these directories, to be written later."""
+        """Copy the state that `save` and `save_hf` would write to these directories, to write it later."""
         return SavingDraft(deepcopy(self._state()), self._draft, directory=directory, hf=hf)
 
     def _state(self) -> dict[str, Any]:
@@ -179,7 +182,7 @@ class DraftTrainer:
         self._target.load(weights)
 
     def export_weights(self) -> dict[str, torch.Tensor]:
-        """Return the draft's weights by the names under which they travel with the target's."""
+        """Return the draft's weights under the names with which they are sent along with the target's."""
         return {
             self._draft.prefix + name: tensor.detach() for name, tensor in self._draft.state_dict().items()
         }
@@ -208,7 +211,7 @@ class DraftTrainer:
     def _losses(
         self, micro_batch: MicroBatch, temperature: float
     ) -> Iterator[tuple[torch.Tensor, MtpStats | PpowTotals]]:
-        """Yield numerators of the loss with statistics; together they are those of the micro-batch."""
+        """Yield numerators of the loss, with statistics, for parts of the micro-batch; they add up to it."""
         if self._windows is None:
             yield self._loss(micro_batch, temperature)
             return
@@ -257,7 +260,7 @@ class DraftTrainer:
         )
 
     def _parts(self, aligned: Aligned) -> Iterator[slice]:
-        """Yield as many turns at once as their logits may take."""
+        """Yield slices of turns, each with as many turns as `LOGIT_BYTES` allows."""
         (count, length), states = aligned.anchors.shape, aligned.states
         size = states.element_size() * self._settings.depths * length * self._draft.shape.vocab
         step = max(1, LOGIT_BYTES[self._device.type] // size)
@@ -272,7 +275,7 @@ class DraftTrainer:
             draft = self._draft.logits(states)
         backbone = self._target.logits(hidden[indices])
 
-        # Depth k at an anchor is compared with the target k anchors on; beyond the turn it is masked.
+        # Depth k at an anchor is compared with the target k anchors later; beyond the turn it is masked.
         padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
         shared = padded.unfold(0, len(indices), 1)[:depths].permute(2, 0, 1)
         return draft.float(), shared.float()
@@ -301,7 +304,7 @@ class DraftTrainer:
         return context_tables(rows, choices, batch=aligned.batch, mask=targets.mask, owner_rows=owner_rows)
 
     def _turns(self, part: slice, aligned: Aligned, temperature: float) -> tuple[torch.Tensor, MtpStats]:
-        """Compute loss and statistics of some turns; their logits are freed when this returns."""
+        """Compute loss and statistics of some turns; the logits are freed when this returns."""
         targets, hidden = aligned.targets, aligned.hidden
         indices, flat = aligned.anchors[part].flatten(), _flat(part, aligned.anchors.shape[1])
         collected: list[MtpStats] = []
@@ -336,7 +339,7 @@ class DraftTrainer:
         tokens = self._move(rows)
         hidden, features = [], []
 
-        # As many rows at a time as its cache has; each group is no longer than its longest row.
+        # Read as many rows at a time as the cache has, cut to the longest row among them.
         for first in range(0, len(rows), self._target.rows):
             some = tokens[first : first + self._target.rows]
             longest = int(lengths[first : first + self._target.rows].max())
@@ -359,19 +362,19 @@ class DraftTrainer:
 
 
 def _flat(part: slice, length: int) -> slice:
-    """Return the positions of the tokens of some turns, of `length` each, in an array of all tokens."""
+    """Return the tokens of some turns, all of `length` tokens, as a slice of an array of all tokens."""
     return slice(part.start * length, part.stop * length)
 
 
 def _micro_batches(batch: PackedBatch) -> Iterator[MicroBatch]:
-    """Yield all micro-batches; a step of adaptation is one minibatch on one rank."""
+    """Yield all micro-batches; an adaptation step has a single minibatch and a single rank."""
     for minibatch in batch.minibatches:
         for shard in minibatch.shards:
             yield from shard
 
 
 class SavingDraft:
-    """A copy of a draft and its optimizer, to be written to a checkpoint, and to `hf` as servers read it."""
+    """A copy of a draft and its optimizer, for writing a checkpoint and, in `hf`, the draft for servers."""
 
     def __init__(
         self, state: dict[str, Any], draft: TrainableDraft, *, directory: Path, hf: Path | None = None
@@ -379,7 +382,7 @@ class SavingDraft:
         self._state, self._draft, self._directory, self._hf = state, draft, directory, hf
 
     def write(self) -> None:
-        """Write all of it; the directory appears when it is complete. Raises OSError."""
+        """Write all files; the directory appears when it is complete. Raises OSError."""
         part = self._directory.with_name(f"{self._directory.name}.part")
         part.mkdir(parents=True, exist_ok=True)
         torch.save(self._state, part / "eagle3.pt")
@@ -388,4 +391,4 @@ class SavingDraft:
             self._draft.save(self._hf, self._state["draft"])
 
     def finish(self) -> None:
-        """Do nothing: `write` has done everything."""
+        """Do nothing, because `write` has completed everything."""

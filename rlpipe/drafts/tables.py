@@ -1,10 +1,10 @@
-"""Draft and target at every context of a trajectory, as a probe reads them (`rlpipe.diagnosis.probe`).
+"""Tables of draft and target at every context of a trajectory, for the probe (`rlpipe.diagnosis.probe`).
 
-Owns the columns, both for a draft with a distribution (`context_tables`) and for one that is looked up
-(`guesses_of`, `as_candidates`, `lookup_table`). Runs no model: the trainers compute the inputs.
+Owns the columns, both for a draft model (`context_tables`) and for a draft that is looked up (`guesses_of`,
+`as_candidates`, `lookup_table`). Runs no model: the trainers compute the inputs.
 
-A context is a position from which depth 1 drafts a token: one inside a turn, whose first token comes from the
-prefill. Depth k drafts the token k - 1 further on, given the realised tokens before it.
+A context is a position from which depth 1 drafts a token of a turn. A turn's first token is never drafted: it
+comes from the prefill. Depth k drafts the token k - 1 positions later, given the realised tokens before it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TABLE_ROWS = {  # name in a table -> field of Rows
 def context_tables(
     rows: Rows, choices: Tensor, *, batch: DraftBatch, mask: Tensor, owner_rows: np.ndarray
 ) -> dict[int, Table]:
-    """Tabulate the contexts of a micro-batch, by row of the packed batch.
+    """Tabulate the contexts of a micro-batch; return a table for each row of the packed batch.
 
-    rows, mask: [N, K] of the turns of `batch`, N = R * L. choices: [2, N, K], p(argmax q) and whether the
-    realised token is that argmax (`first_choices`). owner_rows: `MicroBatch.rows`. Arrays are in order of
-    the tokens.
+    rows, mask: [N, K] for the turns of `batch`, N = R * L. choices: [2, N, K], p(argmax q) and whether the
+    realised token is that argmax (`first_choices`). owner_rows: `MicroBatch.rows`. The arrays of a table are
+    in the order of the tokens.
     """
     # One column per depth for each statistic, nan where no token is drafted.
     accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
@@ -67,11 +67,11 @@ def context_tables(
 def guesses_of(
     trajectory: Trajectory, guess: Callable[[np.ndarray, int, SpecConfig], np.ndarray], spec: SpecConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the contexts [n] of a trajectory and what is looked up at each, [n, spec.gamma].
+    """Return the contexts [n] of a trajectory and the guesses at each, [n, spec.gamma].
 
-    guess: of the drafter (`drafts.kinds.DrafterFunctions`). -1 where a guess is not verified: beyond the
-    turn, or after one that is not the realised token. Guesses depend only on the text, so those of fixed
-    contexts stay the same while the target moves.
+    guess: the drafter's function (`drafts.kinds.DrafterFunctions`). A guess is -1 where it would not be
+    verified: beyond the turn, or after a wrong guess. Guesses depend only on the text, so at fixed contexts
+    they stay the same while the target changes.
     """
     tokens, sampled, depths = trajectory.token_ids, trajectory.loss_mask, spec.gamma
     positions = np.flatnonzero(sampled[1:] & sampled[:-1]) + 1
@@ -89,10 +89,10 @@ def guesses_of(
 
 
 def as_candidates(trajectory: Trajectory, positions: np.ndarray, guesses: np.ndarray) -> Trajectory:
-    """Return a copy with the guesses as candidates of its sampled tokens, to be scored by the target.
+    """Return a copy of the trajectory with the guesses as candidates, to be scored by the target.
 
-    positions: [n], contexts. guesses: [n, depths], token ids, -1 for none; both as returned by `guesses_of`.
-    Candidate k of a token is the guess of depth k for it.
+    positions: [n], contexts. guesses: [n, depths], token ids, -1 for none. `guesses_of` returns both.
+    Candidate k of a token is the guess that depth k makes for it.
     """
     depths = guesses.shape[1]
     ids = np.full((len(trajectory.token_ids) + depths, depths), -1)
@@ -110,17 +110,18 @@ def lookup_table(
     entropies: np.ndarray,
     logprobs: np.ndarray,
 ) -> Table:
-    """Tabulate a draft that is looked up: q is 1 at the guess g, so either rule accepts it with p(g).
+    """Tabulate a looked-up draft: q is 1 at the guess g, so both rules accept g with probability p(g).
 
-    positions, guesses: of `guesses_of`. entropies [m], logprobs [m, K]: the target's at the m sampled tokens,
-    and of the candidates there (`as_candidates`). KL(p || q) is infinite, and nan here.
+    positions, guesses: from `guesses_of`. entropies: [m], the target's at the m sampled tokens. logprobs:
+    [m, K], the target's log-probabilities of the candidates there (`as_candidates`). KL(p || q) is infinite;
+    the table has nan.
     """
     depths = guesses.shape[1]
-    number = np.full(len(trajectory.token_ids) + depths, -1)  # of a token among the sampled ones
+    number = np.full(len(trajectory.token_ids) + depths, -1)  # index of each token among the sampled ones
     sampled = np.flatnonzero(trajectory.loss_mask[1:]) + 1
     number[sampled] = np.arange(len(sampled))
 
-    # Depth k drafts the token k - 1 further on.
+    # Depth k drafts the token k - 1 positions later.
     ahead = positions[:, None] + np.arange(depths)
     drafted, at = guesses >= 0, number[ahead]
     realised = np.append(trajectory.token_ids, np.full(depths, -2))[ahead]

@@ -1,12 +1,12 @@
-"""Where verify steps start, exactly, from one teacher-forced forward: the visit recursion.
+"""The visit recursion: exact probabilities of where verify steps start, from one teacher-forced pass.
 
-Owns the Markov chain of a rollout's verify steps; knows no logits and no engine. Given an emitted sequence x
-sampled from the target, the token at i of a step came from an accepted draft with probability
+Owns the Markov chain of a rollout's verify steps; knows no logits and no engine. Given a sequence x sampled
+from the target, the i-th token of a step came from an accepted draft with probability
 
     a_i = min(1, q_i(x_i) / p_i(x_i)),   independently of the others,
 
 because the part min(p, q)(x) of the mass p(x) comes from drafts and the remainder from the residual. A step
-at anchor t that accepts j drafts emits j + 1 tokens, so the next one starts at t + j + 1:
+at anchor t that accepts j drafts emits j + 1 tokens, so the next step starts at t + j + 1:
 
     P_t(j) = a_1 ... a_j (1 - a_{j+1}),  a_{gamma+1} = 0
     visit(t) = [t starts a turn] + sum_j visit(t - j - 1) P_{t-j-1}(j)
@@ -15,12 +15,12 @@ and sum_t visit(t) is the expected number of verify steps (notes/mtp_objectives)
 the value function V(t) = 1 + sum_j P_t(j) V(t + j + 1): d steps / d P_t(j) = visit(t) V(t + j + 1).
 
 None of this holds for text from another source (prompts, tool output, another model): there the mean of a_i
-is a different number, so training refuses such text (`rlpipe.preflight.settings`). Under staleness the tokens
-are those of an earlier policy, and the error of the result is as large as the two policies differ.
+is a different number, so training refuses such text (`rlpipe.preflight.settings`). With staleness an earlier
+policy sampled the tokens, and the result has an error of the size of the difference between the two policies.
 
-All functions take accept [B, T, K], the a_i of depth 1..K at anchor t, and mask [B, T, K]; an anchor is
-active where depth 1 is unmasked, a masked depth ends the chain, steps never cross into another turn. Cost:
-two small operations per position, in float64, no synchronisation.
+All functions take accept [B, T, K], the a_i of depth 1..K at anchor t, and mask [B, T, K]. An anchor is
+active where depth 1 is unmasked, a masked depth ends the chain, and steps never cross into another turn. The
+cost is two small operations per position, in float64, without synchronisation.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class VisitForecast:
     """Expected counts of an engine, float64.
 
     visits: [B, T] probability that a verify step starts at the anchor.
-    verify_steps: [B]. emitted: [B] tokens they emit (a turn's first token is the prefill's).
-    drafted, accepted: [B, K], as `SpecCounts`: steps that reached the depth, and that accepted it, for
-    drafts inside the turn.
+    verify_steps: [B]. emitted: [B] tokens that these steps emit (without a turn's first token, which comes
+    from the prefill). drafted, accepted: [B, K], as in `SpecCounts`: steps that reached the depth, and steps
+    that accepted its draft, for drafts inside the turn.
     """
 
     visits: Tensor
@@ -58,18 +58,18 @@ class VisitForecast:
 
 
 def accept_probabilities(draft_logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
-    """Compute min(1, q / p) at realised tokens, of any shape [...] in nats -> the same shape.
+    """Compute min(1, q / p) at realised tokens from log-probabilities in nats: [...] twice -> [...].
 
-    A tie q = p passes its gradient on, as in the overlap.
+    At a tie q = p the gradient flows, as in the overlap.
     """
     return (draft_logprobs - target_logprobs).clamp(max=0).exp()
 
 
 def expected_accepted(last: Tensor, passed: Tensor, mask: Tensor) -> Tensor:
-    """Compute [N] sum_j passed_1 ... passed_{j-1} last_j over leading depths of a chain; arguments [N, K].
+    """Compute sum_j passed_1 ... passed_{j-1} last_j over unmasked leading depths: [N, K] each -> [N].
 
-    By Horner's rule, so that its gradient is the product of the depths before and of the chain after, and
-    never divides: a probability of 0 in mid-chain is an ordinary number.
+    It uses Horner's rule. The gradient is then a product of the depths before and the chain after, without a
+    division, so a probability of 0 within a chain is no special case.
     """
     accepted = torch.zeros_like(last[:, 0])
     for depth in reversed(range(last.shape[1])):
@@ -120,7 +120,7 @@ def forecast(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> VisitForecast
     with torch.no_grad():
         visits = visit_probabilities(accept, mask, turn_starts)
 
-        # Follow the probability of each step down its chain: reached, then accepted, depth by depth.
+        # For each step, compute depth by depth the probability of being reached, then accepted.
         reached, reach = [], visits
         for depth in range(accept.shape[-1]):
             reach = reach * mask[..., depth]
@@ -167,7 +167,7 @@ def _visits(transitions: Tensor, starts: Tensor) -> Tensor:
 
 
 class _ExpectedSteps(torch.autograd.Function):
-    """sum_t visit(t), with the gradient from the value function."""
+    """Computes sum_t visit(t); its gradient comes from the value function."""
 
     @staticmethod
     def forward(ctx, transitions: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""Logits over all tokens, of a draft whose vocabulary is a part of the target's.
+"""Logits over all tokens for a draft with a reduced vocabulary.
 
 In training a token outside the draft's vocabulary has probability exp(-60) instead of 0, so that every loss
-is finite over the full vocabulary (a KL from the target would be infinite). An engine never drafts it.
-Gradients flow through its log-probability as through any other: the forward KL pulls q to the target's
-distribution among the known tokens, times the target's mass on them.
+is finite over the full vocabulary (a KL from the target would be infinite). An engine never drafts such a
+token. Gradients flow through its log-probability as through any other: the forward KL pulls q towards the
+target's distribution over the known tokens, weighted by the target's mass on them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def spread(
     Args:
         known: [..., D], any float dtype.
         ids: [D] int64, columns of the known tokens.
-        vocab: V; under tensor parallelism of this rank's shard, as D and ids are.
-        temperature: the rollout's, > 0; the log-probability outside is OUTSIDE at it.
-        group: whose ranks share the vocabulary; None where each has all of it.
+        vocab: V; under tensor parallelism V, D and ids are those of this rank's shard.
+        temperature: the rollout's, > 0; at this temperature unknown tokens have log-probability OUTSIDE.
+        group: ranks that share the vocabulary; None where each rank has all of it.
 
     Returns:
         [..., V] in the dtype of known.
@@ -50,7 +50,7 @@ def spread(
 
 
 def _lse_over_ranks(scaled: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute [..., 1], the log-sum-exp of shards; one of them may be empty."""
+    """Compute the log-sum-exp over all shards, [..., 1]; shards may be empty."""
     lowest = scaled.new_full((*scaled.shape[:-1], 1), torch.finfo(scaled.dtype).min)
     lse = torch.cat((scaled, lowest), -1).logsumexp(-1, keepdim=True)
     largest = lse.clone()

@@ -1,17 +1,17 @@
 """Attention over branches that share their prefixes, in memory linear in the tokens, on a CPU.
 
 A branch attends to the tokens it follows, and causally to itself. Both are plain flash attention, so no mask
-is ever materialised; the two results are joined by their normalisers. With out_i = softmax(s_i) V_i and
-L_i = logsumexp(s_i) of a part i of the keys (Liu et al. 2023, Ring Attention, use the same identity):
+is ever materialised. The two results are combined by means of their normalisers, as in Ring Attention (Liu et
+al. 2023). With out_i = softmax(s_i) V_i and L_i = logsumexp(s_i) for a part i of the keys:
 
     L = log sum_i exp(L_i)        out = sum_i exp(L_i - L) out_i
 
-In the backward pass, the kernel's gradient of each part is correct if it gets `out` and `L` of all parts
-together: it computes p = exp(s - L) and dS = p (dP - <dO, out>) from them.
+In the backward pass, the kernel computes the correct gradient of a part if it is called with `out` and `L` of
+all parts together: from these it computes p = exp(s - L) and dS = p (dP - <dO, out>).
 
-Branches share calls of the kernel (`BranchPlan`): those that follow the same tokens attend to them together,
-and those of similar length attend to themselves as the rows of a batch. The padding at a row's end follows
-all its real tokens, so causal attention does not read it; its own gradient is set to 0.
+Branches share calls of the kernel (`BranchPlan`). Branches that follow the same tokens attend to them in one
+call, and branches of similar length attend to themselves as the rows of a batch. The padding is at the end of
+a row, so causal attention does not read it; the gradient at padding is set to 0.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ MIN_LENGTH_STEP = 8  # branches whose lengths differ by fewer tokens may share a
 
 
 class Bucket(NamedTuple):
-    """Branches of similar length in one call. rows: of the padded tokens. branches: number of them."""
+    """Branches of similar length in one call. rows: slice of the padded tokens. branches: their number."""
 
     rows: slice
     branches: int
 
 
 class Siblings(NamedTuple):
-    """Branches that follow the same tokens. rows: among those with a context. context: slices of the keys."""
+    """Branches that follow the same tokens. rows: slice of `context_index`. context: slices of the keys."""
 
     rows: slice
     context: list[slice]
 
 
 class BranchPlan:
-    """The calls of the kernel by which the queries of branches attend, the same in every layer.
+    """The kernel calls that compute the attention of branches; the same plan serves every layer.
 
-    key_index: [Q] the key of each query's own token. padded_index: [P] the queries in the order of buckets,
-    each row's padding a repetition of its last token. padding: [P] whether it is one. order: [Q] the inverse.
-    context_index: [R] the queries of branches with a context, in the order of siblings. An index is None
-    where it would be 0, 1, 2, ...
+    key_index: [Q] the key of each query's own token. padded_index: [P] the queries in the order of buckets; a
+    row is padded by repeating its last token. padding: [P] whether an entry is padding. order: [Q] the
+    inverse of padded_index. context_index: [R] the queries of branches with a context, in the order of
+    siblings. An index is None where it would be 0, 1, 2, ...
     """
 
     def __init__(
         self, branches: Sequence[Branch], selected: Sequence[int] | None, device: torch.device
     ) -> None:
-        """Plan the calls; selected: the branches with queries, by index (None: all)."""
+        """Plan the calls. selected: indices of the branches that have queries (None: all)."""
         self.selected = list(range(len(branches)) if selected is None else selected)
         key_starts = [0, *accumulate(branch.length for branch in branches)]
         lengths = [branches[i].length for i in self.selected]
@@ -109,8 +109,8 @@ def branch_attention(
 ) -> torch.Tensor:
     """Attend from each branch to its context and, causally, to itself: query [1, heads, Q, d] -> the same.
 
-    key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. plan: of the branches with
-    queries in `query`. On a CPU; `varlen.varlen_attention` does it on a GPU.
+    key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. plan: made for the branches
+    of `query`. This is for a CPU; `varlen.varlen_attention` is for a GPU.
     """
     return _BranchAttention.apply(query, key, value, plan, scale)
 
@@ -122,13 +122,13 @@ def has_flash(query: torch.Tensor) -> bool:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Attention of branches by the calls of a plan. Inside, tokens are the first dimension: [Q, heads, d]."""
+    """Attention of branches by the calls of a plan. Internal tensors have tokens first: [Q, heads, d]."""
 
     @staticmethod
     def forward(ctx, query, key, value, plan, scale):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
 
-        # Each branch to itself.
+        # Attend from each branch to itself.
         padded = [take(x, plan.padded_index) for x in (q, *(take(x, plan.key_index) for x in (k, v)))]
         parts = []
         for rows, count in plan.buckets:
@@ -176,7 +176,7 @@ class _BranchAttention(torch.autograd.Function):
             parts.append([_as_tokens(x) for x in _backward(*batch, joint=joint, causal=True)])
         grad_query, *self_grads = (take(_joined(x), plan.order) for x in zip(*parts, strict=True))
 
-        # Many branches add to the keys they share: summed in float32 at least.
+        # Many branches add to the keys they share, so sum in float32 at least.
         grad_key, grad_value = (
             put(torch.zeros(x.shape, dtype=widened(x.dtype), device=x.device), plan.key_index, part)
             for x, part in zip((k, v), self_grads, strict=True)
@@ -209,7 +209,7 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _rounded(length: int) -> int:
-    """Round a length up to a multiple of an eighth to a quarter of itself, so that few are distinct.
+    """Round a length up, by less than a quarter if it exceeds 32, so that few distinct lengths remain.
 
     >>> [_rounded(n) for n in (1, 8, 9, 40, 41, 65, 300)]
     [8, 8, 16, 40, 48, 80, 320]
@@ -242,9 +242,9 @@ def take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 
 
 def put(x: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """Replace the rows that `take` selects by `rows`, [n, ...]; return x, [N, ...].
+    """Replace the rows of x that `take` selects with `rows` [n, ...]; return x, [N, ...].
 
-    In place unless all rows are replaced. Rows are converted to the dtype of x.
+    x is changed in place, unless all rows are replaced. Rows are converted to the dtype of x.
     """
     rows = rows.to(x.dtype)
     return rows if index is None else x.index_copy_(0, index, rows)
@@ -266,7 +266,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return the type for sums: float32 at least."""
+    """Return the dtype for sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -290,6 +290,6 @@ class _Joint(NamedTuple):
 def _backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, joint: _Joint, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of q, k and v, where k and v are a part of the keys that `joint` attended to."""
+    """Compute the gradients of q, k and v, where k and v are a part of the keys and values of `joint`."""
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return flash(joint.grad, q, k, v, joint.out, joint.norm, 0.0, causal, scale=joint.scale)

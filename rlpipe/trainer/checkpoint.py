@@ -1,12 +1,12 @@
-"""Checkpoints of the trainer: Megatron's resharding format to resume, Hugging Face's for use elsewhere.
+"""Checkpoints of the trainer: Megatron's resharding format to resume, Hugging Face's for other programs.
 
 Owns the content of a checkpoint, and its atomicity: rank 0 renames a temporary directory after every rank has
 written. A checkpoint may be loaded with other tp and dp sizes.
 
     begin_save (copies; collective) -> write (any thread, while training continues) -> finish (collective)
 
-It is Megatron's asynchronous save with a thread of the rank as the writer: Megatron's writer starts
-processes, which is neither safe below Ray nor free of leftovers after a crash.
+It is Megatron's asynchronous save with a thread of the rank as the writer. Megatron's own writer starts
+processes, which is not safe in a Ray worker and leaves processes behind after a crash.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Resumable(Protocol):
 
 
 class Saving:
-    """An unfinished checkpoint of a copied state. Every rank calls `write`, then all call `finish`."""
+    """An unfinished checkpoint of copied state. Every rank must call `write`, then all call `finish`."""
 
     def __init__(
         self, request: AsyncRequest, unfinished: Path, directory: Path, *, storages: Set[int]
     ) -> None:
         """Copy the planned tensors.
 
-        unfinished: temporary directory. directory: its name when complete. storages: addresses of the
-        trainer's own memory, see `_copied`.
+        unfinished: temporary directory. directory: the final directory. storages: addresses of the trainer's
+        own memory, see `_copied`.
         """
         self._unfinished, self._directory = unfinished, directory
         self._function, self._finalize = request.async_fn, request.finalize_fns
@@ -68,12 +68,13 @@ class Saving:
             self._rank, planned, self._results = request.async_fn_args
             self._buckets = _copied(request.preload_fn(), storages)
 
-            # Megatron's writer keeps its buckets until the save is finished, of which it only counts them.
+            # Megatron's writer keeps the tensors of its buckets until the save is finished, but then only
+            # counts them.
             for *_, (_, tensors) in planned:
                 tensors.clear()
 
     def write(self) -> None:
-        """Write this rank's files. Uses no model and no process group. Raises OSError."""
+        """Write this rank's files, without the model or a process group. Raises OSError."""
         if self._function is not None:
             self._function(self._rank, self._buckets, self._results)
             self._buckets = []
@@ -89,7 +90,7 @@ class Saving:
 
 
 class SavingHf:
-    """An unfinished Hugging Face checkpoint of copied weights, each in its type in `like`; see `Saving`.
+    """An unfinished Hugging Face checkpoint of copied weights, in the dtypes of `like`; see `Saving`.
 
     weights: None on a rank that does not write. draft_vocab: see `save_hf`.
     """
@@ -115,7 +116,7 @@ class SavingHf:
 
 
 def save(trainer: Resumable, directory: Path) -> None:
-    """Write model, optimizer, schedule, version, the correction's state and random states; collective.
+    """Write model, optimizer, schedule, version, state of the correction and random states; collective.
 
     Raises ValueError when the directory exists and OSError when it cannot be written.
     """
@@ -126,7 +127,7 @@ def save(trainer: Resumable, directory: Path) -> None:
 
 
 def begin_save(trainer: Resumable, directory: Path) -> Saving:
-    """Copy what `save` writes; collective. Raises as `save` does."""
+    """Copy the state that `save` writes; collective. Raises the errors of `save`."""
     if directory.exists():
         raise ValueError(f"{directory} exists: a checkpoint is never overwritten. Save to a new directory.")
 
@@ -147,7 +148,7 @@ def begin_save(trainer: Resumable, directory: Path) -> Saving:
         "random": _random_states(),
     }
 
-    # Megatron's queue of results belongs to processes; a thread's replaces it.
+    # Megatron's queue of results is for processes; replace it with a queue for threads.
     filesystem_async._results_queue = queue.Queue()
     strategy = _WriteInProcess("torch_dist", 1, thread_count=1)
     try:
@@ -175,14 +176,15 @@ def load(trainer: Resumable, directory: Path) -> None:
         restored = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
         common = dist_checkpointing.load_common_state_dict(str(directory))
 
-    # Megatron returns a tuple only on request. Without strict, the backbone below LoRA adapters is left out.
+    # Megatron returns a tuple only on request. strict=False, as the backbone below LoRA adapters is not
+    # saved.
     state = cast("dict[str, Any]", restored)
     trainer.model.load_state_dict(state["model"], strict=trainer.model.adapters is None)
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])
     trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
 
-    # Older checkpoints hold only the calibration of OBRS.
+    # Older checkpoints contain only the calibration of OBRS.
     if trainer.rule is not None:
         older = {} if "correction" in common else {"kappa": common["kappa"]}
         trainer.rule.load_state_dict(common.get("correction", older))
@@ -196,10 +198,10 @@ def save_hf(
     *,
     draft_vocab: Sequence[int] | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint on the rank that holds weights, each tensor in its type in `like`.
+    """Write a Hugging Face checkpoint, in the dtypes of `like`, on the rank that has the weights.
 
-    draft_vocab: tokens that the draft was trained on, written as the checkpoint's table; None for that of
-    `like`, if it has one.
+    draft_vocab: tokens that the draft was trained on, written as the checkpoint's table of draft tokens; None
+    to copy the table of `like`, if it has one.
     """
     if weights is None:
         return
@@ -211,10 +213,10 @@ def save_hf(
 
 
 def _copied(staged: list[Any], storages: Set[int]) -> list[Any]:
-    """Clone the tensors that still share memory with the trainer: those in one of its storages.
+    """Clone the tensors that still share memory with the trainer: tensors in one of its storages.
 
-    staged: Megatron's buckets on the host. Megatron has already copied the tensors that were on a GPU, and
-    those on the host that are a part of another; these are not copied again.
+    staged: Megatron's buckets on the host. Megatron has already copied tensors that were on a GPU, and
+    tensors on the host that are views of a part of another; these are not copied again.
     """
     return [
         (
@@ -262,7 +264,7 @@ def _tensors(trainer: Resumable, *, loading: bool) -> dict[str, Any]:
 
 
 def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
-    """Load by Megatron, around a defect of 0.16.1 that occurs with torch's AdamW.
+    """Load with Megatron, avoiding a defect of 0.16.1 that occurs with torch's AdamW.
 
     The distributed optimizer reads a `step` from every saved parameter, although it has saved none. (Another
     defect: afterwards all parameters share one `step` tensor, which each would advance; `set_updates` gives
@@ -270,7 +272,7 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
     """
     for optimizer in chained.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
-            # The instance's attribute hides the method until the state is loaded.
+            # An attribute of the instance hides the method until the state is loaded.
             optimizer._set_main_param_and_optimizer_states = _with_step(  # pyright: ignore[reportAttributeAccessIssue]
                 optimizer
             )
@@ -282,7 +284,7 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
 
 
 def _with_step(optimizer: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
-    """Return the optimizer's setter of a parameter's state; it retains the `step` where none was saved."""
+    """Wrap the optimizer's setter of a parameter's state to retain the `step` if none was saved."""
     set_states = optimizer._set_main_param_and_optimizer_states
 
     def set_states_and_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
@@ -321,10 +323,10 @@ class _WriteInProcess(TorchDistSaveShardedStrategy):
 
 
 def _write(rank: int, buckets: list[Any], results: queue.Queue, *, transforms: list[Any]) -> None:
-    """Write buckets as `write_preloaded_data_multiproc` does, by the same writer but without processes."""
+    """Write buckets as `write_preloaded_data_multiproc` does, but without starting processes."""
     written = {}
     for number, bucket in enumerate(buckets):
-        # Megatron's types name queues of processes; here the writer fills queues of threads.
+        # Megatron's types require queues for processes; here the writer fills queues for threads.
         answer: Any = queue.Queue()
         pending: Any = queue.Queue()
         pending.put(number)

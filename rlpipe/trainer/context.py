@@ -1,11 +1,11 @@
 """Context parallelism: the tokens of one micro-batch are spread over several ranks.
 
-A flat micro-batch of N tokens (`batching.micro_batch`) is cut into 2 R equal chunks for R ranks; rank r has
-the r-th from the front and the r-th from the back, so that all have about the same number of earlier tokens
-to attend to. Where a chunk begins inside a branch, the branch is cut in two. Two kinds of layers exchange
-data with other ranks. Attention gathers their keys and values, and sums the gradients of all ranks for each
-key. A delta net must read all tokens in order, so each rank runs it over all tokens for a share of the heads
-(`ContextSuccession`).
+A flat micro-batch of N tokens (`batching.micro_batch`) is cut into 2 R equal chunks for R ranks. Rank r has
+the r-th chunk from the front and the r-th from the back, so that all ranks have about the same number of
+earlier tokens to attend to. Where a chunk begins inside a branch, the branch is cut in two. Two kinds of
+layers exchange data between ranks. Attention gathers the keys and values of all ranks, and sums the gradients
+of all ranks for each key. A delta net must read all tokens in order, so each rank runs it over all tokens for
+a share of the heads (`ContextSuccession`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 
 class ContextLayout(BranchLayout):
-    """This rank's tokens of a micro-batch, whose attention reads the keys of all ranks.
+    """This rank's tokens of a micro-batch; their attention reads the keys of all ranks.
 
-    tokens: [n], those of this rank, at `indices` of the padded micro-batch; n is the same on all ranks.
-    local_branches: indices of this rank's among the cut branches.
+    tokens: [n], this rank's tokens, at `indices` of the padded micro-batch; n is the same on all ranks.
+    local_branches: indices of this rank's branches among all branches after the cut.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class ContextLayout(BranchLayout):
         replay: Replay | None = None,
         multiple: int = 1,
     ) -> None:
-        """Cut a micro-batch. replay: the experts that read its tokens. multiple: divides chunk sizes."""
-        # Chunks of equal size need padding: a separate branch.
+        """Cut a micro-batch. replay: its tokens' recorded experts. multiple: divisor of chunk sizes."""
+        # Chunks of equal size need padding, which is a separate branch.
         ranks, count = group.size(), len(micro_batch.tokens)
         size = -(-count // (2 * ranks * multiple)) * multiple
         padding = 2 * ranks * size - count
@@ -58,7 +58,7 @@ class ContextLayout(BranchLayout):
         by_rank = np.concatenate([np.concatenate([chunks[r], chunks[-1 - r]]) for r in range(ranks)])
         self.indices = by_rank.reshape(ranks, -1)[group.rank()]
 
-        # After the cut every branch is in one chunk, so on one rank.
+        # After the cut every branch is in one chunk, and therefore on one rank.
         cut = cut_branches(branches, size)
         starts = np.cumsum([0, *(branch.length for branch in cut)])[:-1]
         self.local_branches = np.flatnonzero(np.isin(starts // size, self.indices // size)).tolist()
@@ -83,26 +83,26 @@ class ContextLayout(BranchLayout):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attention: CausalAttention
     ) -> torch.Tensor:
-        """Attend from this rank's tokens to those of all ranks that they follow; all [1, heads, n, d]."""
-        # One collective for both.
+        """Attend from this rank's tokens to the tokens they follow on all ranks; all [1, heads, n, d]."""
+        # Gather keys and values with one collective.
         pairs = torch.cat([key, value]).permute(2, 0, 1, 3).contiguous()  # [n, 2, groups, d]
         keys, values = self._gather_ranks(pairs).permute(1, 2, 0, 3).split(1)
         return self.attend_to(query, keys, values, attention=attention)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gather [N, H] of the micro-batch's tokens from each rank's [n, H]; gradients add up over ranks."""
+        """Gather the micro-batch's states [N, H] from [n, H] of each rank; gradients add up over ranks."""
         return self._gather_ranks(hidden)[: self._count]
 
     def _gather_ranks(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather [n, ...] of each rank to [R n, ...] in the order of the micro-batch."""
+        """Gather [n, ...] of each rank into [R n, ...] in the order of the micro-batch."""
         return gather_from_sequence_parallel_region(local, group=self._group).index_select(0, self._order)
 
 
 class ContextSuccession(Succession):
-    """Succession of a micro-batch's tokens; ranks exchange shares of the tokens for shares of the heads.
+    """The succession for context parallelism: ranks exchange shares of the tokens for shares of the heads.
 
-    order: where each token of the micro-batch is in the concatenated tokens of all ranks.
-    ranks: the inverse permutation.
+    order: index of each token of the micro-batch in the concatenated tokens of all ranks. ranks: the inverse
+    permutation.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ContextSuccession(Succession):
         return all_tokens.index_select(0, self._order).unflatten(1, (-1, x.shape[2]))
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange [N, heads / R, d] of all tokens for [n, heads, d] of this rank's."""
+        """Exchange [N, heads / R, d] of all tokens for [n, heads, d] of this rank's tokens."""
         local = all_to_all_hp2sp(x.flatten(1).index_select(0, self._ranks), self._group)
         return local.unflatten(1, (-1, x.shape[2]))
 
@@ -132,20 +132,20 @@ class ContextSuccession(Succession):
 
 
 def cut_branches(branches: Sequence[Branch], size: int) -> list[Branch]:
-    """Cut branches so that each ends, at the latest, where a chunk of `size` tokens does.
+    """Cut branches at the ends of chunks of `size` tokens, so that none crosses from one chunk to the next.
 
     >>> branches = [Branch(length=4, context=[]), Branch(length=2, context=[(0, 3)])]
     >>> [(branch.length, branch.context) for branch in cut_branches(branches, 3)]
     [(3, []), (1, [(0, 3)]), (2, [(0, 3)])]
     """
     cut: list[Branch] = []
-    paths: list[Path] = []  # the cut branches of each original one
+    paths: list[Path] = []  # the parts of each original branch
     start = 0
 
     for branch in branches:
         context = [part for j, count in branch.context for part in first_tokens(paths[j], count)]
 
-        # Every cut branch attends to the context of the original one and to its earlier parts.
+        # Every part attends to the context of the original branch and to the branch's earlier parts.
         paths.append([])
         end = start + branch.length
         while start < end:

@@ -1,7 +1,7 @@
-"""Windows that continue a finished pass: they read its keys and values instead of running it again.
+"""Windows that continue a finished pass: they read the pass's keys and values instead of repeating it.
 
-Owns which of their tokens attend to which, for any tokens and any model. The layers of the backbone
-and the MTP layer both call `attend`. Gradients flow into the retained keys if those have a graph.
+Defines which of the windows' tokens attend to which, for any tokens and any model. The layers of the backbone
+and the MTP layer both call `attend`. Gradients flow into the retained keys if these have a graph.
 
     finished pass p p p p a a a a b b
     windows       W prefixes, each continued G times, q tokens at a time:   w0g0 w0g1 .. w1g0 w1g1 ..
@@ -26,14 +26,15 @@ GATHERED_ELEMENTS = 2**23  # limit of the keys that are gathered at once
 class Continuation(PackedSeqParams):
     """G continuations of each of W prefixes, as attention receives them, like `BranchLayout`.
 
-    positions, reach: of the current tokens, set by `advance`; a prefix of n tokens continues at position n.
+    positions: of the current tokens. reach: upper bound of all positions. `advance` sets both. A prefix of n
+    tokens continues at position n.
     """
 
     def __init__(self, retained: RetainedKeys, prefixes: Sequence[torch.Tensor], *, group: int = 1) -> None:
         """Continue a pass.
 
-        retained: keys and values of the pass that read the prefixes. prefixes: W indices [n] into its tokens,
-        in order. group: G.
+        retained: keys and values of the pass that read the prefixes. prefixes: for each of W prefixes the
+        indices [n] of its tokens in the pass, in order. group: G.
         """
         super().__init__(qkv_format="continuation")
         self._retained, self._prefixes, self._group = retained, list(prefixes), group
@@ -53,7 +54,7 @@ class Continuation(PackedSeqParams):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attention: CausalAttention
     ) -> torch.Tensor:
-        """Attend: query [1, heads, W * G * q, d], key and value [1, groups, W * G * q, d] -> as query."""
+        """Attend: query [1, heads, W * G * q, d], key, value [1, groups, W * G * q, d] -> shape of query."""
         shape = (len(self._prefixes), self._group, -1)
         query, *current = (x[0].unflatten(1, shape) for x in (query, key, value))  # [heads, W, G, q, d]
 
@@ -71,7 +72,7 @@ class Continuation(PackedSeqParams):
                 for retained, window in zip(self._retained[attention], current, strict=True)
             )
 
-            # Prefixes differ in length: their padding is masked, and so are the tokens of siblings.
+            # Mask the padding of shorter prefixes, and the tokens of siblings.
             prefix = torch.zeros_like(absent, dtype=query.dtype).masked_fill(absent, -torch.inf)
             sizes = len(index), 1, len(siblings), -1
             mask = torch.cat((prefix[:, None, None].expand(*sizes), siblings.expand(*sizes)), 3)
@@ -83,9 +84,9 @@ class Continuation(PackedSeqParams):
         return torch.cat(outputs, 1)[None]
 
     def _batches(self, width: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Plan which prefixes are read at once: rows, indices [w, C] padded with 0, mask of the padding.
+        """Plan which prefixes are read at once: slice of them, indices [w, C] padded with 0, padding mask.
 
-        width: numbers of a key. The plan is made once and is the same in every layer.
+        width: elements of a key. The plan is made once and used in every layer.
         """
         if not self._gather_plan:
             step = max(1, GATHERED_ELEMENTS // (int(self._starts.max()) * width))
@@ -98,7 +99,7 @@ class Continuation(PackedSeqParams):
         return self._gather_plan
 
     def _siblings(self, query: torch.Tensor, read: int) -> torch.Tensor:
-        """Make an additive mask [G * q, G * read]: each continuation attends causally, only to itself."""
+        """Make an additive mask [G * q, G * read]: each continuation attends only to itself, causally."""
         count = query.shape[3]
         causal = torch.ones(count, read, device=query.device).tril(read - count)
         seen = torch.kron(torch.eye(self._group, device=query.device), causal)

@@ -1,18 +1,19 @@
-"""Two models, one batch: the policy, and the smaller actor that generated it (Jackpot Eq. 8).
+"""Trains two models on one batch: the policy, and the smaller actor that generated it (Jackpot Eq. 8).
 
 Owns the actor's loss and the order of the two trainers; each is a full `MegatronTrainer` with a separate
-optimizer, draft and checkpoint, in the same ranks. Per optimizer step, at the same weights of both:
+optimizer, draft and checkpoint, in the same ranks. Each optimizer step consists of:
 
     policy   forward, backward of its loss (algo.correction=obrs: Eq. 5) ---- states of the sampled tokens
     actor    forward, backward of  ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)  <--+
     both     step
 
-So the policy runs once, for its loss: its distributions of the sampled tokens come from its head, applied
-again to the states of that pass, one micro-batch at a time. The actor does not affect the policy's gradient.
-Held between the two passes: the states of one update's sampled tokens, [tokens, H].
+So the backbone of the policy runs only once. Its distributions at the sampled tokens are computed again from
+the states of that pass by the policy's head, one micro-batch at a time. The actor does not affect the
+policy's gradient. Between the two passes only the states of one update's sampled tokens are stored,
+[tokens, H].
 
 Eq. 7 averages over all sampled tokens, including those that OBRS rejects for the policy. The engines serve
-the actor and draft with it, and `draft_tables` measures it.
+the actor and its draft, and `draft_tables` measures this draft.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from rlpipe.drafts.tables import Table
     from rlpipe.trainer.checkpoint import Saving, SavingHf
 
-METRIC_NAMES = {  # metric of the actor's trainer -> the name it is reported under; mtp/* is not renamed
+METRIC_NAMES = {  # metric of the actor's trainer -> reported name; mtp/* metrics are not renamed
     "actor/pg_loss": "decoupled/pg_loss",
     "actor/pg_clipfrac": "decoupled/pg_clipfrac",
     "actor/ppo_kl": "decoupled/ppo_kl",
@@ -62,8 +63,8 @@ def divergences(
 ) -> Rows:
     """Compute KL(p || q) and KL(q || p) of p = softmax(policy / T) and q = softmax(actor / T).
 
-    Both logits [P, V_local], shards of equal size (-inf pads them) where a group cuts the vocabulary; the
-    policy's are constant. Returns `.kl` and `.reverse_kl`, each [P, 1], in nats, differentiable by
+    Both logits are [P, V_local]; the policy's are constant. Where a group cuts the vocabulary, shards have
+    equal size (padded with -inf). Returns `.kl` and `.reverse_kl`, each [P, 1], in nats, differentiable by
     actor_logits, z:
 
         d KL(p || q) / dz = (q - p) / T        d KL(q || p) / dz = q (log q - log p - KL(q || p)) / T
@@ -87,10 +88,10 @@ def divergences(
 
 
 class DecoupledTrainer:
-    """Replaces a `MegatronTrainer`; the run trains `policy` and generates with `actor`.
+    """Replaces a `MegatronTrainer` in a run that trains `policy` and generates with `actor`.
 
     actor: built with `host=policy` and the settings of `DecoupledConfig.trainer` and `.algo`.
-    algo: the actor's. policy_version is the policy's.
+    algo: settings of the actor's loss. policy_version counts the policy's updates.
     """
 
     def __init__(
@@ -123,13 +124,14 @@ class DecoupledTrainer:
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
         """Take the optimizer steps of both models on a batch.
 
-        Returns the policy's metrics and, as `decoupled/*`, the actor's and those that compare the two.
+        Returns the policy's metrics and, as `decoupled/*`, the actor's metrics and comparisons of the two
+        models.
         """
         self._student.temperature = batch.temperature
         policy = _Steps(self.policy.steps(batch, self._teacher))
         actor = _Steps(self.actor.steps(batch, self._student))
 
-        # The list runs both, the policy first: the actor reads the states of the policy's pass.
+        # Advance both, the policy first, as the actor reads the states of the policy's pass.
         updates = 0
         while not all([policy.advance(), actor.advance()]):
             updates += 1
@@ -138,7 +140,7 @@ class DecoupledTrainer:
         renamed = {METRIC_NAMES.get(name, name): value for name, value in actor.metrics.items()}
         reported = {name: v for name, v in renamed.items() if name.startswith(("decoupled/", "mtp/"))}
 
-        # Micro-batches report shares of the loss with a count of 0; each update counts once.
+        # Micro-batches report shares of the loss with a count of 0; count each update once.
         distill_loss = reported["decoupled/distill_loss"]
         assert isinstance(distill_loss, Mean)
         reported["decoupled/distill_loss"] = distill_loss.merge(Mean(0.0, updates))
@@ -156,7 +158,7 @@ class DecoupledTrainer:
         return self.policy.logprobs(batch)
 
     def freeze_draft(self) -> None:
-        """Freeze the draft, which is the actor's."""
+        """Freeze the actor's draft."""
         self.actor.freeze_draft()
 
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
@@ -208,7 +210,7 @@ def of_the_actor(directory: str | Path) -> Path:
 
 
 class _Teacher:
-    """Companion of the policy: stores the states that predict sampled tokens, by micro-batch."""
+    """Companion of the policy's trainer: stores the states that predict sampled tokens, by micro-batch."""
 
     def __init__(self) -> None:
         self.states: dict[int, torch.Tensor] = {}
@@ -228,7 +230,7 @@ class _Teacher:
 
 
 class _Student:
-    """Companion of the actor: adds the divergence from the policy to its loss."""
+    """Companion of the actor's trainer: adds the divergence from the policy to the actor's loss."""
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class _Student:
         if not len(micro_batch.targets):
             return loss, {"decoupled/distill_loss": Mean(0.0, 0.0)}
 
-        # The policy's distribution, from the states of its pass.
+        # Compute the policy's distribution from the states of its pass.
         with torch.no_grad():
             target = model.head(self._teacher.states[index])
         group, shard = model.pg_collection.tp, model.vocab_size // model.pg_collection.tp.size()
@@ -286,7 +288,7 @@ class _Student:
 
 
 class _Steps:
-    """One trainer's optimizer steps, one at a time. seconds: spent in them. metrics: set at the end."""
+    """One trainer's optimizer steps, run one at a time. seconds: time so far. metrics: set at the end."""
 
     def __init__(self, steps: Generator[None, None, dict[str, Value]]) -> None:
         self._steps = steps
@@ -307,7 +309,7 @@ class _Steps:
 
 
 def _padded(logits: torch.Tensor, columns: int) -> torch.Tensor:
-    """Pad logits with impossible tokens to `columns`, so that shards have equal size."""
+    """Pad logits to `columns` with tokens of probability 0, so that shards have equal size."""
     missing = columns - logits.shape[1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 

@@ -1,4 +1,4 @@
-"""Gated delta nets over branches that share their prefixes, in chunks.
+"""Gated delta nets over branches that share their prefixes, computed in chunks.
 
 A value head keeps a state S [d_k, d_v] that each token decays, corrects and reads (Yang et al. 2024,
 "Gated Delta Networks", Equation 10; q and k are l2-normed, q is scaled by 1 / sqrt(d_k)):
@@ -7,20 +7,19 @@ A value head keeps a state S [d_k, d_v] that each token decays, corrects and rea
 
 where q, k and v are the output of a causal convolution over the last few tokens. The tokens of a trajectory
 are in branches (`micro_batch`). A branch starts from the state, and from the last inputs of the convolution,
-at the end of its context, wherever that is in other branches. `Succession` finds those tokens; gradients of
+at the end of its context, which may be in other branches. `Succession` lists these tokens; gradients of
 siblings are summed in the state they start from.
 
 Within a chunk of 64 tokens everything is a product of matrices (Section 3.3 of the paper). Chunks at the same
 depth of all trajectories are computed together, so that the longest trajectory determines the number of
 sequential steps. On a GPU with `fla` its kernel runs instead, once for each generation of branches.
 
-Context parallel ranks, which share the tokens, share the heads here: each sends q, k, v, b and a of its
-tokens to the ranks that have the heads, runs over all tokens with its share of the heads, and receives the
-outputs of its tokens from the others. With Qwen3-Next 80B in bf16, 32,768 tokens and four ranks, a rank
-sends 152 MB a layer (101 there, 50 back), 5.5 GB in the 36 delta nets of a forward pass, and as much in the
-backward pass.
+Context parallel ranks, which elsewhere divide the tokens, divide the heads here. Each rank sends q, k, v, b
+and a of its tokens to the ranks that have the heads, runs its heads over all tokens, and receives the outputs
+for its tokens. With Qwen3-Next 80B in bf16, 32,768 tokens and four ranks, a rank sends 152 MB a layer (101
+there, 50 back). That is 5.5 GB in the 36 delta nets of a forward pass, and as much in the backward pass.
 
-Megatron-core 0.16.1 has such a layer, which raises without `fla` or CUDA and refuses packed tokens.
+Megatron-core 0.16.1 has such a layer, but that layer needs `fla` and CUDA and refuses packed tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ except ImportError:
     fla_kernel = None
 
 CHUNK = 64
-EPS = 1e-6  # of the norm of queries and keys
+EPS = 1e-6  # in the norm of queries and keys
 
 
 class Succession:
@@ -60,14 +59,14 @@ class Succession:
 
     A segment is a stretch of a branch that ends where the branch ends or where a context ends.
 
-    spans: start and length of each segment in the flat tokens. parents: the segment that each one follows,
-    always an earlier one; -1 at the start of a trajectory. tokens: how many there are.
+    spans: start and length of each segment in the flat tokens. parents: for each segment the earlier segment
+    that it follows; -1 at the start of a trajectory. tokens: number of tokens.
     """
 
     def __init__(self, branches: Sequence[Branch], device: torch.device) -> None:
         self._device = device
 
-        # A branch is cut where another one's context ends in it.
+        # A branch is cut where the context of another branch ends in it.
         ends: list[set[int]] = [{branch.length} for branch in branches]
         for branch in branches:
             if branch.context:
@@ -80,7 +79,7 @@ class Succession:
         ending: dict[tuple[int, int], int] = {}  # branch and count -> segment that ends there
         start = 0
 
-        # The first segment of a branch follows the end of its context, the others the one before them.
+        # The first segment of a branch follows the end of its context, each other segment the one before it.
         for index, branch in enumerate(branches):
             parent = ending[branch.context[-1]] if branch.context else -1
             done = 0
@@ -92,11 +91,11 @@ class Succession:
             start += branch.length
         self.tokens = start
 
-        # All layers of a pass share what the first one has built.
+        # All layers of a pass share the values that the first layer has built.
         self._made: dict[tuple[str, int], Any] = {}
 
     def before(self, segment: int, count: int) -> list[int]:
-        """List the `count` tokens before a segment, in order; -1 where there is none."""
+        """List the `count` tokens before a segment, in order; -1 where there is no token."""
         tokens: list[int] = []
         parent = self.parents[segment]
         while len(tokens) < count and parent >= 0:
@@ -108,7 +107,7 @@ class Succession:
         return [-1] * (count - len(tokens)) + tokens
 
     def extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """List each segment's tokens after the `count` before it, and each token's index in that list.
+        """List each segment's tokens preceded by the `count` tokens before it, and each token's index there.
 
         Returns [N + segments * count] int64, -1 where there is no token before, and [N] int64.
         """
@@ -128,9 +127,9 @@ class Succession:
     def chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Cut segments into chunks, in order of their depth: those of depth 0 start a trajectory.
 
-        Returns tokens [chunks, size], where -1 is padding at the end of segments; the flat index of each
-        token in that; and for each depth the index of each chunk's predecessor among the chunks of the depth
-        before.
+        Returns tokens [chunks, size], where -1 is padding at the end of segments; each token's index in the
+        flattened result; and for each depth the index of each chunk's predecessor among the chunks of the
+        depth before.
         """
         return self._once("chunks", size, self._chunks)
 
@@ -156,13 +155,13 @@ class Succession:
         # Sort the chunks by depth, and number those of each depth.
         order = np.argsort(depths, kind="stable")
         counts = np.bincount(depths)
-        rank = np.empty(len(order), dtype=np.int64)  # of each chunk among those of its depth
+        rank = np.empty(len(order), dtype=np.int64)  # index of each chunk among those of its depth
         rank[order] = np.concatenate([np.arange(count) for count in counts])
         by_depth = np.split(order, np.cumsum(counts)[:-1])
 
         predecessors = [self._to_device(rank[np.array(follows)[chunk]]) for chunk in by_depth[1:]]
 
-        # Invert the grid: where each token is.
+        # Invert the grid to find where each token is.
         grid = np.stack(rows)[order]
         places = np.empty(self.tokens, dtype=np.int64)
         places[grid[grid >= 0]] = np.flatnonzero(grid >= 0)
@@ -174,7 +173,8 @@ class Succession:
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange this rank's tokens with all heads for all tokens with its share of the heads.
 
-        x: [N, heads, d]. Returns x: without context parallelism a rank has all of both (else see `context`).
+        x: [N, heads, d]. Without context parallelism this returns x, as a rank has all tokens and heads (else
+        see `context`).
         """
         return x
 
@@ -183,18 +183,18 @@ class Succession:
         return x
 
     def share(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight's rows, [n, ...] ordered by head, of the heads that `to_heads` gives this rank."""
+        """Return the rows of a weight [n, ...], ordered by head, for this rank's heads after `to_heads`."""
         return weight
 
     def generations(self) -> list[list[int]]:
-        """List the segments by generation: the number of segments that they follow."""
+        """List the segments by generation, the number of segments before them in their trajectory."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return [[s for s, depth in enumerate(depths) if depth == d] for d in range(max(depths) + 1)]
 
     def _once(self, name: str, size: int, make: Callable[[int], Any]) -> Any:
-        """Make a value on the first request and return the same one from then on."""
+        """Make a value on the first request and return the same value afterwards."""
         if (name, size) not in self._made:
             self._made[name, size] = make(size)
         return self._made[name, size]
@@ -205,10 +205,10 @@ class Succession:
 
 
 class GatedDeltaNet(MegatronModule):
-    """out_proj(norm(o) * silu(z)), with o of the delta rule; this rank's key heads and their value heads.
+    """out_proj(norm(o) * silu(z)), o from the delta rule, for this rank's key heads and their value heads.
 
     Rows of the input projections and of the convolution are ordered by key head: first q, k, v, z (or b, a)
-    of one head, then those of the next.
+    of one head, then of the next.
     """
 
     in_proj_qkvz: ColumnParallelLinear
@@ -228,7 +228,7 @@ class GatedDeltaNet(MegatronModule):
         self._delta, ranks = delta, self._tp.size()
         self._heads, self._served = delta.key_heads // ranks, delta.value_heads // delta.key_heads
 
-        # Megatron's configuration fills them in where they are not set.
+        # Megatron's configuration sets defaults for both.
         assert config.init_method is not None and config.output_layer_init_method is not None
 
         options = {"config": config, "bias": False, "skip_bias_add": False, "tp_group": self._tp}
@@ -249,7 +249,7 @@ class GatedDeltaNet(MegatronModule):
             **options,
         )
 
-        # Parameters of this rank's heads, except the norm's weight, which all heads share.
+        # The parameters belong to this rank's heads, except the norm's weight, which all heads share.
         convolved = (2 * delta.keys + delta.values) // ranks
         self.conv_weight = torch.nn.Parameter(torch.zeros(convolved, 1, delta.kernel))
         self.A_log, self.dt_bias = (
@@ -270,7 +270,7 @@ class GatedDeltaNet(MegatronModule):
         else:
             succession = packed_seq_params.succession
 
-        # Flat tokens by key head; z stays with its tokens, the others go to the rank of their heads.
+        # Order flat tokens by key head. z stays with its tokens; the others go to the rank of their heads.
         qkvz, ba = (x.transpose(0, 1).reshape(rows * length, self._heads, -1) for x in (qkvz, ba))
         values = self._served * self._delta.value_dim
         qkv, z = qkvz.split([qkvz.shape[-1] - values, values], dim=-1)
@@ -281,7 +281,7 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(mixed.view(rows, length, -1).transpose(0, 1).contiguous())
 
     def _mix(self, qkv: torch.Tensor, ba: torch.Tensor, succession: Succession) -> torch.Tensor:
-        """Apply convolution and rule to all tokens: [N, key heads, ...] -> [N, value heads, d_v]."""
+        """Apply convolution and delta rule to all tokens: [N, key heads, ...] -> [N, value heads, d_v]."""
         d, tokens = self._delta, len(qkv)
         weight, decay, bias = map(succession.share, (self.conv_weight, self.A_log, self.dt_bias))
         b, a = (x.reshape(tokens, -1) for x in ba.chunk(2, dim=-1))
@@ -289,7 +289,7 @@ class GatedDeltaNet(MegatronModule):
         qkv = self._convolve(qkv.reshape(tokens, -1), weight, succession).view(qkv.shape)
         q, k, v = qkv.split([d.key_dim, d.key_dim, self._served * d.value_dim], dim=-1)
 
-        # The logarithm of the decay, in float32 at least.
+        # Compute the logarithm of the decay in float32 at least.
         wide = torch.promote_types(qkv.dtype, torch.float32)
         g = -decay.to(wide).exp() * F.softplus(a.to(wide) + bias.to(wide))
 
@@ -297,7 +297,7 @@ class GatedDeltaNet(MegatronModule):
         return delta_rule(q, k, v, g=g, beta=b.sigmoid(), succession=succession)
 
     def _convolve(self, x: torch.Tensor, weight: torch.Tensor, succession: Succession) -> torch.Tensor:
-        """Apply silu to each channel's causal convolution [N, channels]; weight [channels, 1, w]."""
+        """Apply a causal convolution to each channel, then silu: [N, channels]; weight [channels, 1, w]."""
         index, places = succession.extended(self._delta.kernel - 1)
 
         # Index -1, before the start of a trajectory, selects the appended row of zeros.
@@ -333,7 +333,7 @@ def delta_rule(
     beta: torch.Tensor,
     succession: Succession,
 ) -> torch.Tensor:
-    """Apply the rule to all trajectories, in float32 at least.
+    """Apply the delta rule to all trajectories, in float32 at least.
 
     q, k: [N, key heads, d_k]. v: [N, value heads, d_v]. g, beta: [N, value heads]. Returns the shape of v.
     """
@@ -367,7 +367,7 @@ def _by_chunks(
     succession: Succession,
     size: int,
 ) -> torch.Tensor:
-    """Apply the rule of `delta_rule` by products of matrices; q and k are repeated for each value head.
+    """Compute `delta_rule` with matrix products; q and k are already repeated for each value head.
 
     With b_i the sum of g up to token i of a chunk, A_ij = beta_i exp(b_i - b_j) k_i k_j for j < i, and
     T = (I + A)^-1, the tokens add U = T (beta v) - T (beta exp(b) k) S to the state S of the chunk before.
@@ -375,7 +375,7 @@ def _by_chunks(
     grid, places, predecessors = succession.chunks(size)
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
-        """Gather [chunks, heads, size, ...]; zeros as padding neither add to the state nor decay it."""
+        """Gather [chunks, heads, size, ...]; padding is 0, which neither adds to the state nor decays it."""
         padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (1,))
         return padded[grid].transpose(1, 2)
 
@@ -392,13 +392,13 @@ def _by_chunks(
     solved = torch.linalg.solve_triangular(a.tril(-1), right, upper=False, unitriangular=True)
     added, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
 
-    # The parts that do not depend on the state: attention within a chunk, and factors of the state's update.
+    # Compute what does not depend on the state: attention within a chunk, and factors of the state's update.
     within = q @ k.transpose(-1, -2) * decay
     q = q * b.exp()[..., None]
     k = (k * (b[..., -1:] - b).exp()[..., None]).transpose(-1, -2)
     kept = b[..., -1, None, None].exp()
 
-    # Only the state runs in sequence, over the depths.
+    # Only the state must be computed in sequence, depth by depth.
     counts = [len(before) for before in predecessors]
     state = q.new_zeros(1, q.shape[1], q.shape[-1], v.shape[-1])
     outputs = []
@@ -422,7 +422,7 @@ def _by_generations(
     beta: torch.Tensor,
     succession: Succession,
 ) -> torch.Tensor:
-    """Apply the rule by the kernel of `fla`, which takes segments of any lengths and their initial states."""
+    """Compute `delta_rule` with the kernel of `fla`: it takes segments of any length and initial states."""
     assert fla_kernel is not None
     outputs: list[torch.Tensor] = []
     order: list[np.ndarray] = []
@@ -435,7 +435,7 @@ def _by_generations(
         tokens = torch.from_numpy(index).to(q.device)
         bounds = torch.tensor([0, *np.cumsum([length for _, length in spans])], device=q.device)
 
-        # A segment starts from the final state of its parent, in the generation before.
+        # A segment starts from the final state of its parent, which is in the generation before.
         if state is not None:
             parents = [place[succession.parents[segment]] for segment in segments]
             state = state.index_select(0, torch.tensor(parents, device=q.device))
@@ -452,6 +452,6 @@ def _by_generations(
         order.append(index)
         place = {segment: number for number, segment in enumerate(segments)}
 
-    # Back to the order of the flat tokens.
+    # Restore the order of the flat tokens.
     places = torch.from_numpy(np.argsort(np.concatenate(order))).to(q.device)
     return torch.cat(outputs).index_select(0, places)

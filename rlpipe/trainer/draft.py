@@ -1,9 +1,10 @@
 """The draft model's passes over micro-batches: for its objective, or for statistics and tables.
 
 Owns the path from hidden states of the backbone to the loss of the MTP layer, and the sums over micro-batches
-and ranks. The layout is `draft_batch`, the layer's unrolling `drafts.megatron_draft`, the loss on sampled
-text `drafts.loss`, windows `drafts.windows` on the passes of `ppow`. The trainer of the policy decides when,
-and steps the optimizer. Nothing flows back into the backbone, the embedding or the head.
+and ranks. Other modules provide the layout (`draft_batch`), the layer's unrolling (`drafts.megatron_draft`),
+the loss on sampled text (`drafts.loss`), and windows (`drafts.windows`, with the passes of `ppow`). The
+trainer of the policy decides when these passes run, and steps the optimizer. No gradient flows into the
+backbone, the embedding or the head.
 
 The loss of a micro-batch is only the numerator. Its denominator (with visit weights) is known only after the
 last micro-batch of all ranks. It then divides the accumulated gradient (`PolicyOptimizer.step`), so the step
@@ -42,14 +43,14 @@ from rlpipe.trainer.runtime import Runtime, pipeline_group
 
 T = TypeVar("T")
 DraftStats: TypeAlias = MtpStats | PpowTotals
-MULTIPLE = 32  # as the batcher's: kernels prepared for a number of rows are reused
+MULTIPLE = 32  # as in the batcher: kernels that were prepared for a number of rows are reused
 
 
 class Aligned(NamedTuple):
-    """The draft's states aligned with the target's, per token of the turns.
+    """The draft's states aligned with the target's, for each token of the turns.
 
-    batch: its layout. states: of the draft [N, K, H]. backbone: hidden states [N, H] that predict the target.
-    targets: tokens and mask of each depth.
+    batch: layout of the micro-batch. states: [N, K, H] of the draft. backbone: [N, H], the hidden states from
+    which the target predicts. targets: tokens and mask of each depth.
     """
 
     batch: DraftBatch
@@ -61,8 +62,8 @@ class Aligned(NamedTuple):
 class DraftPasses:
     """Runs the draft from hidden states of the backbone.
 
-    group: of the data parallel ranks. windows: settings of an objective on windows, None for another one.
-    updates: optimizer steps of the run. Raises ValueError where the layers cannot provide what windows need.
+    group: the data parallel ranks. windows: settings of an objective on windows, None for other objectives.
+    updates: optimizer steps of the run. Raises ValueError if the layers do not support windows.
     """
 
     def __init__(
@@ -109,12 +110,13 @@ class DraftPasses:
     ) -> tuple[torch.Tensor, DraftStats]:
         """Compute the objective on a micro-batch: its numerator, a scalar, and statistics.
 
-        hidden: [N, H] of the backbone. layout: of its pass, with keys if the objective reads them.
-        temperature: that the rollouts were sampled at. updates: optimizer steps that the draft has had.
+        hidden: [N, H] of the backbone. layout: layout of the backbone's pass, with keys if the objective
+        reads them. temperature: sampling temperature of the rollouts. updates: the draft's optimizer steps so
+        far.
         """
         if self._windows is None:
             numerator, stats = self._supervised(policy, micro_batch, hidden, temperature=temperature)
-            # Each context parallel rank computes all of it, and Megatron sums their gradients.
+            # Each context parallel rank computes the full loss, and Megatron sums their gradients.
             return numerator / policy.pg_collection.cp.size(), stats
 
         # An objective on windows: depth 1 predicts from every anchor, and windows start at some of them.
@@ -140,14 +142,14 @@ class DraftPasses:
     ) -> Forward[DraftStats]:
         """Make the pass of the objective for `schedule` over `count` micro-batches.
 
-        The backbone runs without gradients. temperature, updates: as of `loss`.
+        The backbone runs without gradients. temperature, updates: see `loss`.
         """
 
         def forward(index: int, micro_batch: MicroBatch) -> Any:
             with torch.no_grad():
                 hidden, _, layout = self._passes.hidden(policy, micro_batch, retain_keys=self.reads_keys)
 
-            # The pipeline stage before waits for a gradient: it gets one of zeros.
+            # The previous pipeline stage waits for a gradient: send it zeros.
             zero: torch.Tensor | float = 0.0
             if not policy.pre_process:
                 zero = policy.decoder.input_tensor[:0].sum()
@@ -175,7 +177,7 @@ class DraftPasses:
         return self._sum(parts, empty)
 
     def statistics(self, policy: PolicyModel, shard: Sequence[MicroBatch], temperature: float) -> MtpStats:
-        """Compute teacher-forced statistics over micro-batches and ranks, for any objective."""
+        """Compute teacher-forced statistics over micro-batches and ranks; works with any objective."""
 
         def score(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, MtpStats]:
             return self._supervised(policy, micro_batch, hidden, temperature=temperature)
@@ -197,7 +199,7 @@ class DraftPasses:
         return no_stats(self._config.depths, self._device)
 
     def _sum(self, parts: Iterable[Any], empty: Any) -> Any:
-        """Add statistics of micro-batches to the empty ones, then over ranks."""
+        """Sum statistics over micro-batches, starting from the empty ones, then over ranks."""
         total = reduce(add, parts, empty)
 
         # Pipeline stages before the last add zeros.
@@ -227,7 +229,7 @@ class DraftPasses:
     ) -> tuple[torch.Tensor, MtpStats]:
         """Compute the numerator of the loss, a scalar that trains only the MTP layer, and statistics.
 
-        hidden: as `PolicyModel.hidden_states` returned them for the micro-batch.
+        hidden: the result of `PolicyModel.hidden_states` for the micro-batch.
         """
         aligned = self._aligned(policy, micro_batch, hidden)
         if aligned is None:
@@ -301,7 +303,7 @@ class DraftPasses:
     def _draft_branches(
         self, policy: PolicyModel, batch: DraftBatch, inputs: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Compute hidden states [M, H] by depth, from inputs [M, H] of flat anchors."""
+        """Compute the draft's hidden states [M, H] of each depth from inputs [M, H] of flat anchors."""
         move = self._runtime.to_device
         layout = BranchLayout(batch.branches, move(batch.positions))
         states = draft_hidden_states(
@@ -314,7 +316,7 @@ class DraftPasses:
         return [state[:, 0] for state in states]
 
     def _draft_rows(self, policy: PolicyModel, batch: DraftBatch, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Compute the same over padded rows, for attention kernels without branches."""
+        """Compute the same as `_draft_branches` over padded rows, for attention kernels without branches."""
         move = self._runtime.to_device
         following = np.stack([as_rows(batch.branches, ids)[0] for ids in batch.following])
         indices = move(as_rows(batch.branches, batch.places)[1])

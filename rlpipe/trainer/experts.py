@@ -1,8 +1,8 @@
 """MoE layers in which every tensor parallel rank holds every token.
 
-Router and experts are Megatron's. Its path between them (`MoELayer.forward`) needs sequence parallelism
-together with tensor parallelism. Here each rank sends all tokens through its slice of every expert. Outputs
-are therefore sums over ranks, and so are the gradients of the tokens and of their router weights.
+Router and experts are Megatron's. Megatron's path between them (`MoELayer.forward`) needs sequence
+parallelism if there is tensor parallelism. Here each rank sends all tokens through its slice of every expert.
+Outputs are therefore sums over ranks, and so are the gradients of the tokens and of their router weights.
 
 With expert parallelism a rank holds only some of the experts (each cut by tensor parallelism as before).
 Data parallel ranks then exchange tokens: each token is sent to the rank of its expert, and the output is sent
@@ -37,10 +37,10 @@ from rlpipe.metrics.values import Mean, Value
 
 @dataclass(slots=True)
 class Replay:
-    """The experts chosen for each token in the rollout, to be used again (R3, arXiv:2510.11370).
+    """The experts chosen for each token in the rollout, which the trainer uses again (R3, arXiv:2510.11370).
 
-    routes: [N, layers with experts, experts per token], of a micro-batch. unrecorded: value of the routes of
-    a token without a record; the trainer's router chooses its experts. counts: per pass of a layer, [3]
+    routes: [N, layers with experts, experts per token], of a micro-batch. unrecorded: value that marks a
+    token without a record; the trainer's router chooses its experts. counts: for each layer that has run, [3]
     int64: tokens, recorded tokens, and recorded tokens for which the trainer's choice differs.
     """
 
@@ -49,7 +49,7 @@ class Replay:
     counts: list[torch.Tensor] = field(default_factory=list)
 
     def of_layer(self, number: int, layers: int) -> LayerReplay:
-        """Select one decoder layer, counted from 1 over all `layers`; the first layers may lack experts."""
+        """Select a decoder layer, counted from 1 over all `layers`; the first layers may have no experts."""
         return LayerReplay(self, self.routes[:, number - 1 - layers + self.routes.shape[1]])
 
     def padded(self, count: int) -> Replay:
@@ -71,9 +71,9 @@ class LayerReplay:
     chosen: torch.Tensor
 
     def choice(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which tokens [N, 1] are recorded, and the experts to use for each [N, experts].
+        """Return which tokens are recorded [N, 1], and the experts to use for each token [N, experts].
 
-        chosen: [N, experts] bool, by the trainer's own scores.
+        chosen: [N, experts] bool, the choice by the trainer's own scores.
         """
         recorded = (self.chosen != self.replay.unrecorded).all(-1, keepdim=True)
         numbers = self.chosen.long().masked_fill(~recorded, 0)
@@ -89,12 +89,12 @@ class LayerReplay:
 class Router(TopKRouter):
     """Megatron's router, without the TransformerEngine kernels that it needs even on a CPU (0.16.1).
 
-    Megatron's router needs one for the scores and one for the bias of the choice. It also changes that bias
-    after each step to balance the experts; here the bias is a buffer that stays as loaded.
+    Megatron's router uses one kernel for the scores and one for the bias of the choice. It also changes that
+    bias after each step to balance the experts; here the bias is a buffer that stays as loaded.
 
-    replay: its choice replaces the router's; the weights are still the router's scores of those experts, and
-    gradients flow through them. Megatron's `RouterReplay` also records the routers of MTP layers, holds
-    one micro-batch at a time, and requires a record of every token.
+    replay: recorded choices replace the router's. The weights are still the router's scores of the chosen
+    experts, and gradients flow through them. Megatron's `RouterReplay` also records the routers of MTP
+    layers, holds one micro-batch at a time, and requires a record of every token.
     """
 
     replay: LayerReplay | None = None
@@ -105,7 +105,7 @@ class Router(TopKRouter):
         # The router reads all tokens on every rank.
         self.weight.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
 
-        # Megatron leaves an attribute of this name (None), which would prevent the buffer.
+        # Megatron sets an attribute of this name to None, which would prevent the buffer.
         if config.moe_router_score_function == "sigmoid":
             assert config.num_moe_experts is not None
             del self.expert_bias
@@ -116,7 +116,7 @@ class Router(TopKRouter):
         return torch.nn.functional.linear(input.float(), self.weight.float())
 
     def routing(self, logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights [N, experts], 0 for experts that are not chosen, and the chosen ones [N, experts].
+        """Return weights [N, experts], 0 for experts that are not chosen, and the choice [N, experts], bool.
 
         logits: [S, B, experts].
         """
@@ -141,11 +141,10 @@ class Router(TopKRouter):
 
 
 class ReplayingLayer(TransformerLayer):
-    """A decoder layer that passes the routes on the layout of the pass to its router.
+    """A decoder layer whose router uses the recorded routes from the layout of the pass.
 
-    The layout is the one of this pass even where the layer is computed again for the gradient after another
-    micro-batch has run. MTP layers are Megatron's: they have no record, because the rollout's draft model
-    read other tokens.
+    So the routes are right even if the layer is recomputed for the gradient after another micro-batch has
+    run. MTP layers are Megatron's: they have no record, because the rollout's draft model read other tokens.
     """
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
@@ -156,7 +155,7 @@ class ReplayingLayer(TransformerLayer):
 
 
 class MixtureOfExperts(MoELayer):
-    """y = sum over the chosen experts e of p_e(x) f_e(x), plus f(x) of a shared expert where there is one.
+    """y = sum over the chosen experts e of p_e(x) f_e(x), plus f(x) of a shared expert if there is one.
 
     replay: routes of the next pass (None: the router chooses).
     """
@@ -165,16 +164,16 @@ class MixtureOfExperts(MoELayer):
     replay: LayerReplay | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Build Megatron's layer, with a separate optimizer for experts whether ranks share them or not.
+        """Build Megatron's layer; its experts always get a separate optimizer.
 
-        Megatron separates them only with expert parallelism, and then loads no checkpoint of other sizes.
+        Megatron does so only with expert parallelism, which would make checkpoints depend on that setting.
         """
         super().__init__(*args, **options)
         for parameter in self.experts.parameters():
             parameter.allreduce = False
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-        """Map [S, B, H] to [S, B, H]; selective recomputation stores only the input for the gradient."""
+        """Map [S, B, H] to [S, B, H]; with selective recomputation, store only the input for the gradient."""
         if self.moe_layer_recompute and torch.is_grad_enabled():
             return checkpoint(partial(self._mixture, self.replay), False, hidden_states), None
         return self._mixture(self.replay, hidden_states), None
@@ -195,7 +194,7 @@ class MixtureOfExperts(MoELayer):
         tokens = copy_to_tensor_model_parallel_region(everywhere.flatten(0, 1))
         sent, sent_weights, order = permute(tokens, chosen, probs=weights)
 
-        # Not of `weights`: the gradient of a transposed tensor is lost in Megatron's sum over ranks.
+        # Not applied to `weights`: Megatron's sum over ranks loses the gradient of a transposed tensor.
         sent_weights = copy_to_tensor_model_parallel_region(sent_weights)
         outputs = self._through_experts(sent, sent_weights, chosen.sum(0))
         mixed = unpermute(outputs, order, restore_shape=tokens.shape)

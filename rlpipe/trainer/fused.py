@@ -1,6 +1,6 @@
 """RMSNorm and SwiGLU with hand-written gradients: fewer passes over memory than autograd's composition.
 
-On a CPU a small model spends a third of its step in elementwise passes, most of them in these two. On a
+On a CPU a small model spends a third of its step in elementwise passes, mostly in these two operations. On a
 GPU the layers of TransformerEngine, or torch's kernels, are used instead.
 """
 
@@ -42,7 +42,7 @@ class SwiGluMLP(MLP):
     """fc2(silu(gate) * up), without Megatron's options for experts and biases."""
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-        """Map [..., H] to [..., H] and the bias that was not added, which is None."""
+        """Map [..., H] to [..., H]; also return the bias that the caller must add, which is None."""
         gate_up, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(_SwiGlu.apply(gate_up))
 
@@ -65,7 +65,7 @@ class _RmsNorm(torch.autograd.Function):
         n, weight, r = ctx.saved_tensors
         product = (dy * n).reshape(-1, dy.shape[-1])
 
-        # mean is -mean(w dy n), so that one fused pass adds n * mean.
+        # The variable `mean` is -mean(w dy n), so that one fused pass adds n * mean.
         mean = (product @ weight).div_(-dy.shape[-1]).view(r.shape)
         dx = (dy * weight).addcmul_(n, mean).mul_(r.to(dy.dtype))
         return dx, product.sum(0), None

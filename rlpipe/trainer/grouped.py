@@ -1,13 +1,13 @@
-"""The experts of a layer computed together: two grouped products instead of an MLP module for each expert.
+"""Computes all experts of a layer together: two grouped products instead of one MLP module per expert.
 
     tokens sorted by expert [N, H] -> y_i = W_e x_i, e the expert of row i -> gate -> second product -> [N, H]
 
-Each expert still has its own weight parameters, so checkpoints, the optimizer and the bridge to Hugging Face
+Each expert still has separate weight parameters, so checkpoints, the optimizer and the bridge to Hugging Face
 see Megatron's `SequentialMLP`. On a GPU a product is one kernel for all experts (`torch._grouped_mm`), and
 the host does not wait for the number of tokens of each expert. For this kernel the weights are stacked into
-one tensor, and stacked again in the backward pass, so that no copy of them is held in between. On other
-devices the products run one after another, without modules. Every expert gets a gradient, zero if it has no
-token.
+one tensor, and stacked again in the backward pass, so that no copy is stored in between. On other devices the
+products run one after another, without modules. Every expert gets a gradient, which is zero if the expert has
+no token.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 _grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 _GROUPED_TYPES = (torch.bfloat16, torch.float16)
-_ALIGNED = 16  # bytes of a row that the kernel of a GPU reads at once
+_ALIGNED = 16  # rows must be a multiple of this many bytes for the GPU kernel
 
 
 class GroupedExperts(SequentialMLP):
-    """The experts of this rank: p f_e(x), f_e(x) = W2_e (silu(G_e x) * (U_e x)), p the router's weight."""
+    """This rank's experts: p f_e(x), f_e(x) = W2_e (silu(G_e x) * (U_e x)), with p the router's weight."""
 
     def forward(
         self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Apply the experts to tokens [N, H], sorted by expert; counts: tokens of each; weights [N]."""
+        """Apply the experts to tokens [N, H], sorted by expert; counts: tokens per expert; weights: [N]."""
         experts: Any = self.local_experts
         first = [expert.linear_fc1.weight for expert in experts]
         second = [expert.linear_fc2.weight for expert in experts]
@@ -45,7 +45,7 @@ class GroupedExperts(SequentialMLP):
 def grouped_linear(x: torch.Tensor, counts: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """Multiply each group of consecutive rows by the transpose of its weight, with gradients.
 
-    x: [N, in]. counts: int64, rows of each group, N in all. weights: [out, in] of each group. -> [N, out]
+    x: [N, in]. counts: int64, rows of each group, N in total. weights: [out, in] of each group. -> [N, out]
 
     >>> x = torch.eye(2)
     >>> grouped_linear(x, torch.tensor([1, 0, 1]), [x, x, 3 * x]).tolist()
@@ -80,18 +80,18 @@ class _GroupedLinear(torch.autograd.Function):
         groups = zip(*_split(counts, x, dy, dx), weights, dw, strict=True)
         for rows, grad, out, weight, weight_grad in groups:
             torch.mm(grad, weight, out=out)
-            torch.mm(grad.t(), rows, out=weight_grad)  # zeros for no rows
+            torch.mm(grad.t(), rows, out=weight_grad)  # gives zeros if there are no rows
         return dx, None, *dw.unbind()
 
 
 def _by_kernel(x: torch.Tensor, weights: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> bool:
-    """Return whether one kernel computes all groups: on a GPU, in its types, with rows it can read."""
+    """Return whether one kernel can compute all groups, which depends on device, dtype and row sizes."""
     rows = (size * x.element_size() for size in weights[0].shape)
     return x.is_cuda and x.dtype in _GROUPED_TYPES and not any(row % _ALIGNED for row in rows)
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
-    """Return where each group ends, as the kernel reads it."""
+    """Return where each group ends, in the kernel's format."""
     return counts.cumsum(0).to(torch.int32)
 
 

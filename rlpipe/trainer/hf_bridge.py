@@ -1,13 +1,13 @@
-"""Hugging Face weights in and out of a Megatron model, bit for bit.
+"""Loads Hugging Face weights into a Megatron model and exports them, bit for bit.
 
-Owns the layout of each tensor; names come from the family's table (`rlpipe/models`), files are
-read and written by `models.checkpoint`.
+Owns the layout of each tensor; names come from the model family's table (`rlpipe/models`), and
+`models.checkpoint` reads and writes files.
 Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them and
 `split` is its inverse; `shard_dim` is the dimension that tensor parallelism cuts. So loading is merge -> pad
-vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split. Weights are exported
-in buckets, each gathered at once, so that memory is bounded for any model size. With expert parallelism a
-rank holds some of the model's experts; they are gathered from the expert parallel ranks too. With pipeline
-parallelism each bucket belongs to one stage, whose first rank sends it to rank 0 (`stages`).
+vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split. Weights are gathered
+and exported bucket by bucket, so that memory is bounded for any model size. With expert parallelism a rank
+holds some of the model's experts; they are gathered from the expert parallel ranks too. With pipeline
+parallelism each bucket belongs to one stage; the first rank of the stage sends it to rank 0 (`stages`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tensors = list[torch.Tensor]
 Merge = Callable[[Tensors], torch.Tensor]
 Split = Callable[[torch.Tensor], Tensors]
 Bucket = list[tuple[str, torch.Tensor]]
-BUCKET_MB = 256  # gathered at once by default
+BUCKET_MB = 256  # default size of a bucket
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +40,8 @@ class Entry:
 
     hf: names of the HF tensors. shard_dim: dimension cut over tensor parallel ranks (None: replicated).
     merge: HF tensors -> full tensor, such that an even cut along shard_dim gives each rank its
-        heads and its slice of gate and up. split: its inverse. vocab: rows are padded to the vocabulary.
+        heads and its slice of gate and up. split: its inverse. vocab: whether its rows are tokens, which need
+        the padding of the vocabulary.
     """
 
     hf: list[str]
@@ -52,13 +53,13 @@ class Entry:
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """One parameter of this rank or (on the meta device) of another stage, with the HF tensors it is made of.
+    """One parameter of this rank or (on the meta device) of another stage, with its HF tensors.
 
-    name: in the full model. stage: index of the pipeline stage that holds it. parameter: may be a router's
-        buffer. entries: one per expert parallel rank, for the parameter of this name there; a single one
-        where all ranks hold the same. rank: index of this rank's entry.
-        experts: name of the MoE layer it belongs to, empty outside of one. float32: exported in float32
-        whatever the type of the others.
+    name: name in the full model. stage: index of the pipeline stage that holds it. parameter: may also be a
+        router's buffer. entries: one for each expert parallel rank, describing the parameter of this name on
+        that rank; a single one where all ranks hold the same. rank: index of this rank's entry.
+        experts: name of the MoE layer it belongs to, empty if none. float32: export it in float32, whatever
+        dtype the others have.
     """
 
     name: str
@@ -75,11 +76,11 @@ class _Piece:
         return self.entries[self.rank]
 
     def dtype(self, requested: torch.dtype | None) -> torch.dtype:
-        """Return the type to gather in, where `requested` is the type requested of all (None: as trained)."""
+        """Return the dtype to gather in. requested: the dtype requested for all (None: as trained)."""
         return torch.float32 if requested and self.float32 else requested or self.parameter.dtype
 
     def full_shape(self, tp: int) -> list[int]:
-        """Return the shape of the tensor that `tp` ranks hold together, a padded vocabulary included."""
+        """Return the shape of the full tensor on `tp` ranks, including the padding of the vocabulary."""
         shape = list(self.parameter.shape)
         if self.entry.shard_dim is not None:
             shape[self.entry.shard_dim] *= tp
@@ -89,15 +90,15 @@ class _Piece:
 def load_hf_weights(
     model: PolicyModel, hf_config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy HF tensors into the model's parameters, this rank's shard of each.
+    """Copy this rank's shards of HF tensors into the model's parameters.
 
-    Raises ValueError naming tensors that are missing, left over or of the wrong shape.
+    Raises ValueError that names tensors that are missing, unused or of the wrong shape.
     """
     pieces, group = _pieces(model, hf_config), model.pg_collection.tp
     wanted = {name for piece in pieces for entry in piece.entries for name in entry.hf}
     stage = model.pg_collection.pp.rank()
 
-    # Names are compared over all stages and ranks. A tied checkpoint may store its head as well.
+    # Compare names over all stages and ranks. A checkpoint with a tied head may store the head as well.
     if missing := sorted(wanted - weights.keys()):
         raise ValueError(f"the checkpoint lacks {missing[:4]} ({len(missing)} tensors in all).")
     if extra := sorted(weights.keys() - wanted - {"lm_head.weight"}):
@@ -129,16 +130,17 @@ def weight_buckets(
     dtype: torch.dtype | None = None,
     everywhere: bool = False,
 ) -> Iterator[Bucket]:
-    """Gather full tensors over the ranks that share the model, and yield them under HF names by buckets.
+    """Gather full tensors over the ranks that share the model; yield them under HF names, in buckets.
 
-    megabytes: maximum size of a bucket; the tensors of one Megatron parameter stay together, and such a
-    bucket may be larger. dtype: type to gather in (None: as trained). A tied head is not listed separately.
-    Tensors are on the model's device.
+    megabytes: maximum size of a bucket, except that the tensors of one Megatron parameter always share a
+    bucket. dtype: dtype to gather in (None: as trained). A tied head is not listed separately. Tensors are on
+    the model's device.
 
-    Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Rank 0 yields, or,
-    `everywhere`, every rank of every replica. A rank that yields holds about four buckets at a time (the one
-    its caller still has, the shards of the next, and the tensors made of them), other ranks their shards of
-    one. Tensors may share memory with the parameters: copy those that you keep. LoRA adapters are merged.
+    Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Only rank 0 yields
+    or, if `everywhere`, every rank of every replica. A rank that yields has about four buckets in memory (the
+    one that its caller still uses, the shards of the next, and the tensors made of these); other ranks have
+    their shards of one. Tensors may share memory with the parameters: copy those that you keep. LoRA adapters
+    are merged.
     """
     groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
@@ -157,7 +159,7 @@ def weight_buckets(
             full = _gather(shards, dims, group=group, tp=groups.tp.size(), everywhere=everywhere)
             del shards
 
-        # That rank sends the bucket of a later stage to the first stage, or each rank its own to all stages.
+        # Send a later stage's bucket to the first stage or, if `everywhere`, from each rank to all stages.
         if (groups.pp.size() > 1 and everywhere) or (stage and groups.tp_ep.rank() == 0):
             blank = _blank(parts, groups.tp.size(), dtype)
             device = next(model.parameters()).device
@@ -183,7 +185,7 @@ def bucket_plan(
 
 
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Gather all weights under HF names, full, on the CPU; collective as `weight_buckets` is.
+    """Gather all full weights under HF names, on the CPU; collective like `weight_buckets`.
 
     A tied head is the embedding and has no separate entry. Returns None on ranks other than the first.
     """
@@ -198,11 +200,11 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
 
 
 def name_table(hf_config: Mapping[str, Any], tp: int, *, tied: bool) -> dict[str, Entry]:
-    """Map Megatron parameter names (local or TransformerEngine spec) to entries, from the family's table."""
+    """Map Megatron's parameter names (local or TransformerEngine spec) to entries of the family's table."""
     family, arch = family_of(hf_config), read_architecture(hf_config)
     layer, table = family.layer_parts(hf_config), {}
 
-    # One entry may have several Megatron names: those of the two specs.
+    # One entry may have several Megatron names, as the two specs differ.
     def add(parts: Iterable[Part], megatron_prefix: str = "", hf_prefix: str = "") -> None:
         for part in parts:
             entry = _entry(part, prefix=hf_prefix, arch=arch, tp=tp)
@@ -218,7 +220,7 @@ def name_table(hf_config: Mapping[str, Any], tp: int, *, tied: bool) -> dict[str
 
 
 def _entry(part: Part, *, prefix: str, arch: Architecture, tp: int) -> Entry:
-    """Return the entry of one part of a layer, by its layout."""
+    """Return the entry of one part of a layer, depending on its layout."""
     hf = [prefix + name for name in part.hf]
 
     # Layouts that rearrange rows or columns.
@@ -239,7 +241,7 @@ def _entry(part: Part, *, prefix: str, arch: Architecture, tp: int) -> Entry:
             split=lambda full: [_swap_halves(full)],
         )
 
-    # Layouts that only cut.
+    # Layouts that only cut the tensor.
     if part.layout is Layout.VOCABULARY:
         return Entry(hf=hf, shard_dim=0, vocab=True)
     if part.layout in (Layout.ROWS, Layout.HEADS):
@@ -251,7 +253,7 @@ def _by_query_group(arch: Architecture) -> tuple[Merge, Split]:
     """Return merge and split of q, k and v: in Megatron the rows of a query group are consecutive."""
     groups = arch.kv_heads
 
-    # HF stores an output gate after each query head, Megatron the gates of a group after its queries.
+    # HF stores an output gate after each query head; Megatron stores a group's gates after its queries.
     gated = 2 if arch.delta else 1
     queries = arch.heads // groups
     sizes = [gated * queries * arch.head_dim, arch.head_dim, arch.head_dim]  # rows of q, k, v in a group
@@ -277,7 +279,7 @@ def _by_query_group(arch: Architecture) -> tuple[Merge, Split]:
 def _by_key_head(arch: Architecture, names: Sequence[str]) -> tuple[Merge, Split]:
     """Return merge and split of a delta net's weight: in Megatron the rows of a key head are consecutive.
 
-    names: of its HF tensors.
+    names: names of the weight's HF tensors.
     """
     heads, blocks = arch.delta.key_heads, [arch.delta.blocks(name) for name in names]
 
@@ -308,7 +310,7 @@ def _by_rank(tp: int) -> tuple[Merge, Split]:
 
 
 def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
-    """List every parameter of this rank's pipeline, by stage and in order, routers' buffers last."""
+    """List every parameter of this rank's pipeline by stage, in order, with the routers' buffers last."""
     groups, pieces = model.pg_collection, []
 
     # A tied head on a later stage is a copy of the embedding.
@@ -321,7 +323,7 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
         ((stage, *pair) for pair in pairs) for stage, pairs in enumerate(tensors_of_stages(model))
     )
     for stage, name, parameter in everywhere:
-        # Local expert i is another expert of the model on each expert parallel rank.
+        # Local expert i is a different expert of the model on each expert parallel rank.
         experts, mark, rest = name.partition(".local_experts.")
         names = [name]
         if mark:
@@ -347,7 +349,7 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
 
 
 def _in_turn(parts: Sequence[_Piece]) -> list[Entry]:
-    """List the entries of all parts on the first rank that has some of them, then on the next."""
+    """List the entries of all parts, rank by rank."""
     return [entry for turn in zip(*(part.entries for part in parts), strict=True) for entry in turn]
 
 
@@ -364,10 +366,10 @@ def _cut(full: torch.Tensor, entry: Entry, *, rank: int, size: int) -> torch.Ten
 def _cut_into_buckets(
     model: PolicyModel, hf_config: Mapping[str, Any], *, megabytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[_Piece]]:
-    """Yield consecutive parameters of one type and stage; their full tensors have at most `megabytes`.
+    """Yield runs of parameters of one dtype and stage; the full tensors of a run have at most `megabytes`.
 
-    A larger parameter has a separate bucket. Experts of a layer share a bucket only with each other. An
-    expert comes with all of its matrices and, with expert parallelism, with one expert of each other rank.
+    A larger parameter has a separate bucket. Experts of a layer share a bucket only with each other. All
+    matrices of an expert are in one bucket, together with one expert of each other expert parallel rank.
     """
     bucket: list[_Piece] = []
     held, size = 0, model.pg_collection.tp.size()
@@ -379,7 +381,7 @@ def _cut_into_buckets(
             continue
         units.setdefault(_expert(piece) or travels_with(piece.entry.hf[0]), []).append(piece)
 
-    # Close a bucket when the next unit does not fit or is of another kind.
+    # Close a bucket when the next unit does not fit or has another stage or dtype.
     for unit in units.values():
         sizes = (math.prod(part.full_shape(size)) * part.dtype(dtype).itemsize for part in unit)
         num_bytes = len(unit[0].entries) * sum(sizes)
@@ -395,7 +397,7 @@ def _cut_into_buckets(
 
 
 def _expert(piece: _Piece) -> str:
-    """Return the name of the expert that a parameter belongs to; empty outside of experts."""
+    """Return the name of the expert that a parameter belongs to; empty if none."""
     if not piece.experts:
         return ""
     index = piece.name.rpartition(".local_experts.")[2].partition(".")[0]
@@ -423,15 +425,16 @@ def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
 def _gather(
     shards: Tensors, dims: Sequence[int | None], *, group: dist.ProcessGroup, tp: int, everywhere: bool
 ) -> Tensors | None:
-    """Gather full tensors on the group's first rank, or everywhere, by one collective; return None elsewhere.
+    """Gather full tensors with one collective, on the group's first rank or everywhere; None on other ranks.
 
     dims: the dimension along which `tp` consecutive ranks cut each tensor (None: not cut). In a larger group
-        each following `tp` ranks hold other tensors, which are all cut: their results follow.
+        every further run of `tp` ranks holds other tensors, all of them cut; these are appended to the
+        result.
     """
     cut = [shard for shard, dim in zip(shards, dims, strict=True) if dim is not None]
     parts = [cut]
 
-    # All shards of a rank travel as one flat tensor.
+    # Send all shards of a rank as one flat tensor.
     if group.size() > 1 and cut:
         flat = torch.cat([shard.reshape(-1) for shard in cut])
         receives = everywhere or group.rank() == 0
@@ -458,5 +461,5 @@ def _gather(
 
 
 def _join(parts: Tensors, dim: int) -> torch.Tensor:
-    """Concatenate shards; a single one is not copied."""
+    """Concatenate shards; a single shard is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

@@ -1,9 +1,8 @@
-"""Layer parts of the local (no TransformerEngine) spec: attention and the layer recipe.
+"""Parts of the local layers (without TransformerEngine): attention, and the specs of the layers.
 
-Megatron's `DotProductAttention` writes out the [S, S] scores; torch's fused kernel does not.
-Tokens come flat, with a layout that defines which tokens attend to which (`BranchLayout` here, `continuation`
-for windows that continue a finished pass), or as rows padded on the right. Rows need no mask: only pads
-attend to a pad.
+Megatron's `DotProductAttention` stores the [S, S] scores; torch's fused kernel does not. Tokens come flat,
+with a layout that defines which tokens attend to which (`BranchLayout` here, `continuation` for windows that
+continue a finished pass), or as rows padded on the right. Rows need no mask: only padding attends to padding.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from rlpipe.trainer.varlen import VarlenPlan, varlen_attention
 class BranchLayout(PackedSeqParams):
     """The branches of a flat micro-batch (see `rlpipe.batching.micro_batch`), as attention receives them.
 
-    Megatron passes packed_seq_params to core attention unchanged, recomputation included; it takes none of
-    its THD paths because it does not recognise this qkv_format.
+    Megatron passes packed_seq_params to core attention unchanged, also in recomputation. It does not use its
+    THD code, because it does not recognise this qkv_format.
 
-    local_branches: indices of those with queries on this rank (None: all have).
+    local_branches: indices of the branches with queries on this rank (None: all).
     """
 
     local_branches: Sequence[int] | None = None
@@ -60,8 +59,8 @@ class BranchLayout(PackedSeqParams):
     ) -> None:
         """Lay out N tokens.
 
-        positions: [N] int64, of each token in its trajectory. retain_keys: every attention stores its keys
-        and values here, until `release`. replay: the experts that read each token.
+        positions: [N] int64, position of each token in its trajectory. retain_keys: every attention layer
+        stores its keys and values here until `release`. replay: the recorded experts of each token.
         """
         super().__init__(qkv_format="branches")
         self.branches, self.positions, self.replay = branches, positions, replay
@@ -72,12 +71,12 @@ class BranchLayout(PackedSeqParams):
 
     @cached_property
     def plan(self) -> BranchPlan:
-        """The calls of a CPU's kernel that attend from the queries of `local_branches`."""
+        """The calls of the CPU kernel that compute the attention of `local_branches`."""
         return BranchPlan(self.branches, self.local_branches, self.positions.device)
 
     @cached_property
     def varlen_plan(self) -> VarlenPlan:
-        """The calls of a GPU's kernel that do the same."""
+        """The calls of the GPU kernel that compute the attention of `local_branches`."""
         return VarlenPlan(self.branches, self.local_branches, self.positions.device)
 
     @cached_property
@@ -116,9 +115,10 @@ class BranchLayout(PackedSeqParams):
         *,
         attention: CausalAttention,
     ) -> torch.Tensor:
-        """Attend by one call for each branch, with a mask [length, shared + length] where it has a context.
+        """Attend with one call for each branch, with a mask [length, shared + length] if it has a context.
 
-        For inputs that no flash kernel takes (float32 on a GPU); memory grows with the square of the tokens.
+        This is for inputs that no flash kernel takes (float32 on a GPU). Memory grows quadratically with the
+        tokens.
         """
         lengths = [branch.length for branch in self.branches]
         selected = range(len(lengths)) if self.local_branches is None else self.local_branches
@@ -132,7 +132,7 @@ class BranchLayout(PackedSeqParams):
                 for x in (keys, values)
             )
 
-            # The context is visible to all queries; to the branch itself they attend causally.
+            # All queries see the full context; within the branch they attend causally.
             mask = None
             if branch.context:
                 unseen = torch.full(
@@ -144,7 +144,7 @@ class BranchLayout(PackedSeqParams):
         return torch.cat(outputs, dim=2)
 
     def release(self) -> RetainedKeys:
-        """Return the pass's keys and values by attention; a recomputation no longer retains any."""
+        """Return the keys and values of each attention layer; recomputation afterwards stores none."""
         assert self._retained is not None, "the layout was made without retain_keys"
         retained, self._retained = self._retained, None
         return retained
@@ -163,10 +163,10 @@ class CausalAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config=config)
-        assert config.kv_channels is not None  # Megatron derives it from hidden_size and the heads
+        assert config.kv_channels is not None  # Megatron derives it from hidden_size and the number of heads
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
-        # cuDNN's attention fails with additive masks over views (misaligned address), which ends the process.
+        # cuDNN's attention crashes the process with additive masks on views (misaligned address).
         torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
     def forward(
@@ -195,7 +195,7 @@ class CausalAttention(MegatronModule):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend: query [B, heads, Q, d], key, value [B, groups, S, d] -> as query.
+        """Attend: query [B, heads, Q, d], key, value [B, groups, S, d] -> shape of query.
 
         mask: added to the scores (None: causal).
         """
@@ -213,7 +213,7 @@ class CausalAttention(MegatronModule):
 class GatedAttention(SelfAttention):
     """Megatron's attention with an output gate, in eager mode on a CPU.
 
-    Megatron compiles the gate, which takes seconds and a C++ compiler there.
+    Megatron compiles the gate, which on a CPU takes seconds and needs a C++ compiler.
     """
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -233,10 +233,10 @@ def block_specs(
 ) -> tuple[TransformerBlockSubmodules, ModuleSpec | None]:
     """Build the specs of this pipeline stage's decoder layers and of its MTP block (None without one).
 
-    te: layers are TransformerEngine's. dense: number of first layers without experts. delta: describes the
-    delta nets that replace the attention of some layers.
+    te: use TransformerEngine's layers. dense: how many of the first layers have no experts. delta: describes
+    the delta nets that replace the attention of some layers.
     """
-    # The MTP block uses the plain layer: its tokens have no record of experts.
+    # The MTP block uses the plain layer, as no experts are recorded for its tokens.
     layer = _layer(config, config.num_moe_experts, te=te)
     decoder_layer = _replaying(layer) if config.num_moe_experts else layer
     layers = [_layer(config, None, te=te)] * dense + [decoder_layer] * (config.num_layers - dense)
@@ -246,7 +246,7 @@ def block_specs(
     if delta is not None:
         linear = _layer(config, config.num_moe_experts, te=te)
         parts = _parts(linear)
-        parts.input_layernorm = norm  # TransformerEngine fuses it into attention
+        parts.input_layernorm = norm  # TransformerEngine fuses this norm into attention
         parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta": delta})
         linear = _replaying(linear) if config.num_moe_experts else linear
         layers = [linear if is_linear else decoder_layer for is_linear in delta.linear]
@@ -268,12 +268,12 @@ def block_specs(
 
 
 def _parts(layer: ModuleSpec) -> Any:
-    """Return a layer's submodules, whose class Megatron leaves open (`ModuleSpec.submodules: object`)."""
+    """Return a layer's submodules, which Megatron types only as `object` (`ModuleSpec.submodules`)."""
     return layer.submodules
 
 
 def _layer(config: TransformerConfig, num_experts: int | None, *, te: bool) -> ModuleSpec:
-    """Build the spec of one decoder layer; num_experts: of its MoE, None for a dense one."""
+    """Build the spec of one decoder layer; num_experts: experts of its MoE, None for a dense layer."""
     make = get_gpt_layer_with_transformer_engine_spec if te else _local_layer
     layer = make(qk_layernorm=config.qk_layernorm, num_experts=num_experts)
     if isinstance(config, LatentConfig):
@@ -293,7 +293,7 @@ def _layer(config: TransformerConfig, num_experts: int | None, *, te: bool) -> M
 
 
 def _replaying(layer: ModuleSpec) -> ModuleSpec:
-    """Build the same decoder layer for replaying the rollout's experts."""
+    """Return the spec of a decoder layer that replays the rollout's choice of experts."""
     return ModuleSpec(module=ReplayingLayer, params=layer.params, submodules=layer.submodules)
 
 

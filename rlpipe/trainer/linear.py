@@ -1,8 +1,9 @@
 """Megatron's linear layers on a CPU, with float32 products computed by oneDNN.
 
-PyTorch computes float32 products by MKL, which uses only AVX2 on some CPUs; oneDNN uses AVX-512 there and is
-1.6 to 2.4x faster from a million multiply-adds on, without copying transposed views. torch computes other
-types and small products. Owns no weights: the layers, their shards and collectives are Megatron's.
+PyTorch computes float32 products with MKL, which uses only AVX2 on some CPUs. oneDNN uses AVX-512 there and
+is 1.6 to 2.4x faster for products of at least a million multiply-adds, without copying transposed views.
+Other dtypes and small products are left to torch. Owns no weights: the layers, their shards and collectives
+are Megatron's.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ ONEDNN_FROM = 1_000_000  # multiply-adds
 
 
 def use_onednn(block: torch.nn.Module) -> None:
-    """Make the parallel linear layers of a block on the CPU compute through this module.
+    """Make the parallel linear layers of a block on the CPU use this module.
 
     oneDNN prepares a kernel (2 ms) for every new number of rows and caches about a thousand. This is faster
-    for layers that read micro-batches padded to a multiple, and slower where numbers of rows do not recur, as
-    with experts.
+    for layers that read micro-batches padded to a multiple, and slower where the number of rows seldom
+    repeats, as with experts.
     """
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
@@ -49,7 +50,7 @@ def _forward_impl(
     **_: object,
 ) -> torch.Tensor:
     """Replace Megatron's `linear_with_grad_accumulation_and_async_allreduce`, without its fusions."""
-    # Both collectives are differentiable; Megatron fuses them into the product's gradient.
+    # Both collectives below are differentiable; Megatron fuses them into the product's gradient.
     if allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
     if sequence_parallel:
@@ -82,7 +83,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
 
 
 def _transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute a^T b: a [k, n], b [k, m] -> [n, m]. The first operand is copied: take the smaller one."""
+    """Compute a^T b: a [k, n], b [k, m] -> [n, m]. `a` is copied, so pass the smaller operand first."""
     return _product(a.t(), b.t()) if a.shape[1] <= b.shape[1] else _product(b.t(), a.t()).t()
 
 

@@ -1,8 +1,9 @@
-"""Log-probabilities and entropy of a softmax whose vocabulary is cut over tensor parallel ranks.
+"""Log-probabilities and entropy of a softmax with its vocabulary cut over tensor parallel ranks.
 
-Owns the math and its gradient, and the logprobs of further tokens of the same rows. From logits, an autograd
-function works in row chunks and saves only the logits for the backward pass (no [N, V] softmax). From hidden
-states (`Head`) the logits of one chunk of rows exist at a time; the backward pass computes them again.
+Owns the math and its gradient, and the logprobs of further tokens of the same rows. Given logits, an autograd
+function works in chunks of rows and saves only the logits for the backward pass (no [N, V] softmax). Given
+hidden states (`Head`), the logits of only one chunk of rows exist at a time, and the backward pass computes
+them again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-HEAD_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}  # of logits that exist at once
-HEAD_BLOCK = 1 << 14  # rows of the head in one addition to its gradient
+HEAD_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}  # limit of the logits in memory at once
+HEAD_BLOCK = 1 << 14  # rows of the head added to its gradient at once
 CHUNK_ELEMENTS = 1 << 24
-CACHE_ELEMENTS = 1 << 17  # of a CPU's second-level cache
+CACHE_ELEMENTS = 1 << 17  # that fit in a CPU's second-level cache
 
 
 def token_logprobs(
@@ -31,7 +32,7 @@ def token_logprobs(
     """Compute log p(target) and entropy H(p) of p = softmax(logits / temperature), in nats.
 
     logits: [N, V_local], this rank's columns, starting at token id vocab_start. targets: [N] int64,
-    global token ids. Returns two [N] float32, differentiable.
+    global token ids. Returns two tensors [N] float32, differentiable.
 
         d logp / d z_j = 1[j = y] - p_j          d H / d z_j = -p_j (log p_j + H)          z = logits / T
 
@@ -53,13 +54,13 @@ def candidate_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Compute log p of further tokens of rows with scored `targets`: [N, K] float32, no gradient.
+    """Compute log p of further tokens in rows with known target logprobs: [N, K] float32, no gradient.
 
         log p_i = log p_y + (logit_i - logit_y) / T          y: the target
 
-    So no second pass is made over the vocabulary, and ranks exchange [N, K + 1] numbers once.
-    logits, targets, temperature, vocab_start: as passed to `token_logprobs`, which returned logprobs [N].
-    ids: [N, K] int64, global token ids; -1 is padding and gives -inf.
+    So a second pass over the vocabulary is not needed, and ranks exchange [N, K + 1] numbers once. logits,
+    targets, temperature, vocab_start: the arguments of `token_logprobs`. logprobs: [N], its result. ids:
+    [N, K] int64, global token ids; -1 is padding and gives -inf.
 
     >>> logits, ids = torch.tensor([[0.0, 0.0, 0.0, 9.0]]), torch.tensor([[3, 1, -1]])
     >>> logp, _ = token_logprobs(logits, torch.tensor([3]))
@@ -79,11 +80,11 @@ def candidate_logprobs(
 
 @dataclass(slots=True, kw_only=True)
 class Head:
-    """The output layer on hidden states [N, H], whose logits [N, V_local] never exist at once.
+    """The output layer on hidden states [N, H]; the logits [N, V_local] are never all in memory at once.
 
-    weight: this rank's shard, of one size on all ranks of the group; its first `columns` rows are tokens,
-    from id vocab_start on. Hidden states are full and equal on all ranks, and so is their gradient. Logits
-    that fit into HEAD_BYTES are saved for it, others are computed again.
+    weight: this rank's shard, of equal size on all ranks of the group; its first `columns` rows are tokens,
+    starting at id vocab_start. Hidden states and their gradient are full and equal on all ranks. For the
+    backward pass, logits that fit into HEAD_BYTES are saved, and others are computed again.
     """
 
     weight: torch.Tensor
@@ -93,7 +94,7 @@ class Head:
     group: dist.ProcessGroup | None = None
 
     def logprobs(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `token_logprobs` of the logits of states [N, H]: log-probabilities and entropies, [N] each.
+        """Compute `token_logprobs` from states [N, H]: log-probabilities and entropies, [N] each.
 
         targets: [N] int64, global token ids.
         """
@@ -103,9 +104,10 @@ class Head:
     def candidates(
         self, states: torch.Tensor, ids: torch.Tensor, *, targets: torch.Tensor, logprobs: torch.Tensor
     ) -> torch.Tensor:
-        """Compute `candidate_logprobs` of the logits of states [N, H]: [N, K] float32.
+        """Compute `candidate_logprobs` from states [N, H]: [N, K] float32.
 
-        ids: [N, K] int64, -1 is padding. targets, logprobs: [N], as passed to `logprobs` and returned by it.
+        ids: [N, K] int64, -1 is padding. targets, logprobs: [N], argument and result of the method
+        `logprobs`.
         """
         candidates = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         for part in self.parts(states):
@@ -121,14 +123,14 @@ class Head:
         return candidates
 
     def parts(self, states: torch.Tensor) -> Iterator[slice]:
-        """Yield slices of the rows of states [N, H] whose logits exist at once; the same on all ranks."""
+        """Yield slices of the rows of states [N, H] for computing logits; the same slices on all ranks."""
         row = self.weight.shape[0] * states.element_size()
         rows = max(1, HEAD_BYTES[states.device.type] // row)
         return (slice(i, i + rows) for i in range(0, len(states), rows))
 
 
 class _Targets(NamedTuple):
-    """The targets [N] of some rows: columns on this rank, and whether they are on it (else column 0)."""
+    """Targets [N]: whether each is on this rank, and its column here (0 if it is not)."""
 
     columns: torch.Tensor
     is_local: torch.Tensor
@@ -139,7 +141,7 @@ class _Targets(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """`token_logprobs` of logits; saves the logits and two numbers of each row."""
+    """`token_logprobs` from logits; saves the logits and two numbers of each row."""
 
     @staticmethod
     def forward(ctx, logits, targets, temperature, vocab_start, group):
@@ -163,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """`token_logprobs` of hidden states, by parts of the rows; see `Head`."""
+    """`token_logprobs` from hidden states, one slice of rows at a time; see `Head`."""
 
     @staticmethod
     def forward(ctx, states, weight, targets, head):
@@ -172,7 +174,7 @@ class _HeadLogprobs(torch.autograd.Function):
         peak = torch.empty(len(states), dtype=torch.float32, device=states.device)
         sums = torch.empty(3, len(states), dtype=torch.float32, device=states.device)
 
-        # Only the row sums of each part outlive its logits.
+        # Only the row sums of each part are kept after its logits are freed.
         logits = None
         for part in parts:
             logits = states[part] @ weight.t()
@@ -182,7 +184,7 @@ class _HeadLogprobs(torch.autograd.Function):
             peak, sums, is_local=targets.is_local, temperature=head.temperature, group=head.group
         )
 
-        # Logits that fit at once need not be computed again for the gradient.
+        # If all logits fit at once, they need not be computed again for the gradient.
         saved_logits = logits if len(parts) == 1 else None
         ctx.save_for_backward(states, weight, *targets, shift, entropy, saved_logits)
         ctx.head, ctx.parts = head, parts
@@ -210,13 +212,13 @@ class _HeadLogprobs(torch.autograd.Function):
             )
             grad_states[part] = slopes @ weight
 
-            # By blocks, so that no second matrix of the weight's size is made.
+            # Add it by blocks, to avoid a second matrix of the weight's size.
             if grad_weight is not None:
                 for start in range(0, len(weight), HEAD_BLOCK):
                     block = slice(start, start + HEAD_BLOCK)
                     grad_weight[block] += slopes[:, block].t() @ states[part]
 
-        # Each rank has multiplied by its columns only.
+        # Each rank has used only its own columns, so sum over ranks.
         _reduce(grad_states, ctx.head.group, dist.ReduceOp.SUM)
         return grad_states, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
@@ -231,7 +233,7 @@ def _local_targets(targets: torch.Tensor, start: int, columns: int) -> _Targets:
 def _row_sums(
     logits: torch.Tensor, targets: _Targets, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute each row's largest logit m and, with z = (l - m) / T: sum exp(z), sum exp(z) z, target's z."""
+    """Compute each row's largest logit m and, with z = (l - m) / T: sum exp(z), sum exp(z) z, z of target."""
     peak = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     sums = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
 
@@ -257,7 +259,7 @@ def _normalised(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log p(target), entropy, and T logsumexp(logits / T), over the columns of all ranks."""
     if group is not None and group.size() > 1:
-        # Each rank's sums refer to its local peak: move them to the common one before adding.
+        # Each rank's sums are relative to its local peak: convert them to the common peak before adding.
         common_peak = _reduce(peak.clone(), group, dist.ReduceOp.MAX)
         moved = (peak - common_peak) / temperature
         total, weighted, target = sums
@@ -279,7 +281,7 @@ def _slopes(
     grads: Sequence[torch.Tensor],
     temperature: float,
 ) -> torch.Tensor:
-    """Compute the gradient of the logits; grads: of the logprobs and of the entropies."""
+    """Compute the gradient of the logits; grads: gradients of the logprobs and of the entropies."""
     grad_logp, grad_entropy = (grad / temperature for grad in grads)
     with_entropy = bool(grads[1].any())
     grad = torch.empty_like(logits)
@@ -291,7 +293,7 @@ def _slopes(
         if with_entropy:
             slope = slope - (logp + entropy[part, None]) * grad_entropy[part, None]
 
-        # In place: logp becomes p, and p times the slope.
+        # In place, logp becomes p, and then p times the slope.
         chunk_grad = logp.exp_().mul_(slope)
         chunk_grad.scatter_add_(1, columns[:, None], (grad_logp[part] * is_local)[:, None])
         grad[part] = chunk_grad

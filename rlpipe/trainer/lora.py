@@ -1,16 +1,16 @@
-"""Low-rank adapters (LoRA) of the frozen linear layers of the decoder, as in peft.
+"""Low-rank adapters (LoRA) on the frozen linear layers of the decoder, as in peft.
 
     y = W x + (alpha / r) B A x        A [r, in] Kaiming-uniform, B [out, r] zero at the start
 
 Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, the only form in which weights
-leave the trainer. Each Hugging Face projection has a separate pair, even where Megatron fuses several into
-one weight.
+leave the trainer. Each Hugging Face projection has a separate pair A, B, even where Megatron fuses several
+projections into one weight.
 
 Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
 in the same way, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is
 cut in the same way, B is complete, and A x is summed over ranks. So a rank can compute its merged shard
-without the others, and only r numbers a token are exchanged. With sequence parallelism A x is gathered along
-the tokens, or scattered when it is summed.
+without the others, and only r numbers a token are exchanged. With sequence parallelism, cut by rows, A x is
+gathered along the tokens; cut by columns, it is scattered after the sum.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear layer. The layer's rows are `groups` times a block of each projection.
+    """The adapters of one linear layer. Its rows consist of `groups` groups with a block per projection.
 
-    a: [projections * rank, in], the A of all projections, stacked. b: a matrix [its rows, rank] of each
-    projection. Both are this rank's shards.
+    a: [projections * rank, in], the A of all projections, stacked. b: for each projection B,
+    [rows of the projection, rank]. All are this rank's shards.
     """
 
     def __init__(
@@ -58,17 +58,18 @@ class Adapter(torch.nn.Module):
         config: LoraConfig,
         generator: torch.Generator,
     ) -> None:
-        """Initialise A at random and B with zeros.
+        """Initialise A randomly and B with zeros.
 
-        blocks: rows of each projection in one group. generator: of A, in the same state on every rank.
+        blocks: rows of each projection in one group. generator: samples A; its state must be the same on
+        every rank.
         """
         super().__init__()
         self._by_rows = isinstance(linear, ColumnParallelLinear)
         self._groups, self._scale = groups, config.alpha / config.rank
-        self._tp = cast("dist.ProcessGroup", linear.tp_group)  # Megatron's constructor looks it up if not set
+        self._tp = cast("dist.ProcessGroup", linear.tp_group)  # Megatron's constructor sets it if it is None
 
         # Sample the full A and cut it, so that it is the same for any tensor parallel size.
-        bound = linear.input_size**-0.5  # Kaiming's with a = sqrt(5)
+        bound = linear.input_size**-0.5  # Kaiming bound with a = sqrt(5)
         a = torch.empty(len(blocks) * config.rank, linear.input_size)
         a.uniform_(-bound, bound, generator=generator)
         if not self._by_rows:
@@ -88,7 +89,7 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the term to add to the layer's output for its input x [..., in]."""
-        # The collective between A and B, by the cut of W and of the tokens.
+        # The collective between A and B depends on how W and the tokens are cut.
         if self._shares_tokens:
             between = _gathered if self._by_rows else reduce_scatter_to_sequence_parallel_region
         else:
@@ -114,7 +115,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters(torch.nn.ModuleDict):
-    """All LoRA adapters of a model, by layer and linear, with the weights that they belong to."""
+    """All LoRA adapters of a model, by layer and projection, with the weights that they belong to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class Adapters(torch.nn.ModuleDict):
         self._on = True
 
     def add(self, name: str, linear: Linear, adapter: Adapter) -> None:
-        """Make the linear layer compute with an adapter from then on."""
+        """Add an adapter to the linear layer: its forward pass uses the adapter from now on."""
         assert linear.weight is not None
         self[name] = self._of[linear.weight] = adapter
 
@@ -138,7 +139,7 @@ class Adapters(torch.nn.ModuleDict):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Compute without adapters, as before any training, within the context."""
+        """Disable the adapters within the context, so that the model computes as before training."""
         self._on = False
         try:
             yield
@@ -151,7 +152,7 @@ class Adapters(torch.nn.ModuleDict):
         """Return Megatron's description of each parameter's shard."""
         parameters = dict(self.named_parameters())
 
-        # Replicated factors have no axis.
+        # Replicated factors have no cut axis.
         axes = {
             name: parameter.partition_dim  # pyright: ignore[reportAttributeAccessIssue]
             for name, parameter in parameters.items()
@@ -167,10 +168,10 @@ def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, *, seed: 
     for layer in model.decoder.layers:
         i = layer.layer_number - 1  # in the full model
 
-        # Every layer has a different seed, so that stages need not sample the layers of the others.
+        # Every layer has a different seed, so that a stage need not sample the layers of other stages.
         generator = torch.Generator().manual_seed(seed * arch.layers + i)
 
-        # Name, layer, rows of each projection in one group, number of groups.
+        # Each entry: name, layer, rows of each projection in one group, number of groups.
         parts: list[tuple[str, Linear, list[int], int]] = []
         if config.attention:
             attention = layer.self_attention

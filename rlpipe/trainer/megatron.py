@@ -1,14 +1,14 @@
 """The trainer: packed batches in, optimizer steps and weights out, on Megatron-core.
 
-Owns one rank of the policy, its optimizer and its version. The algorithm (loss, correction) is
-`rlpipe.algo`, forward and backward passes are `passes`, the draft's `draft`, CPU or GPU is `runtime`,
-weights are `hf_bridge`, files are `checkpoint`.
+Owns one rank of the policy, its optimizer and its version. Other modules: `rlpipe.algo` has the algorithm
+(loss, correction), `passes` forward and backward passes, `draft` the draft's passes, `runtime` the choice of
+CPU or GPU, `hf_bridge` weights, and `checkpoint` files.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) does not run, as
 the policy's gradient does not need it. With draft.train=online the draft learns from the hidden states of the
-same pass (`draft`), and none of its gradient reaches the policy. With draft.objective=ppow it learns from
-windows that it drafts from them (`ppow`). With adapt_only only the draft learns (`adapt_step`).
+same pass (`draft`), and none of its gradient reaches the policy. With draft.objective=ppow it drafts windows
+from these states and learns from them (`ppow`). With adapt_only only the draft is trained (`adapt_step`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 class MegatronTrainer:
     """One rank of the trainer; every method is collective: call it on all ranks, in the same order.
 
-    policy_version: updates so far, those with a zero gradient included; a skipped one does not count.
-    rule: the correction, with its state from earlier batches.
+    policy_version: number of updates so far, including those with a zero gradient but not skipped ones. rule:
+    the correction, with its state from earlier batches.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class MegatronTrainer:
     ) -> None:
         """Load the model of `model_path` and prepare to train.
 
-        master: `runtime.open_address` of rank 0, where the ranks meet (not needed by a single rank).
-        total_steps: batches of the run; the learning rate schedules end there.
+        master: the result of `runtime.open_address` on rank 0, to which the ranks connect (not needed by a
+        single rank). total_steps: batches of the run; the learning rate schedules end there.
         adapt_only: freeze everything but the draft and train it by `adapt_step`; draft.train is ignored.
-        ppow: settings of draft.objective=ppow, None for the defaults. seed: of windows, drafts and uniforms.
-        draft_vocab: the draft's vocabulary (`spec.draft_vocab`), None for all.
-        host: a trainer of this process that shares its ranks and groups; close this one first.
-        Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
+        ppow: settings of draft.objective=ppow, None for the defaults. seed: for windows, drafts and random
+        numbers. draft_vocab: the draft's vocabulary (`spec.draft_vocab`), None for all.
+        host: another trainer of this process, whose ranks and groups are used here; close it after this
+        trainer. Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
 
@@ -99,7 +99,7 @@ class MegatronTrainer:
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))
 
-        # A guest uses the process group that its host has joined.
+        # A trainer with a host uses the host's process group.
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
         self._adapt_only = adapt_only
         self._temperature = 1.0  # of the current batch
@@ -111,7 +111,7 @@ class MegatronTrainer:
             self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         self._passes = Passes(self._runtime)
 
-        # Leave the process group if building fails: another trainer may start then.
+        # Leave the process group if building fails, so that another trainer can start.
         try:
             optimizer_steps = total_steps * (1 if adapt_only else algo.optimizer_steps)
             self._build(mtp, optimizer_steps=optimizer_steps, ppow=ppow, seed=seed)
@@ -136,7 +136,7 @@ class MegatronTrainer:
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group: Any = parallel_state.get_data_parallel_group()
 
-        # One replica of the weights exports them; its experts are spread over `ep` data parallel ranks.
+        # Only one replica of the weights exports them; its experts are spread over `ep` data parallel ranks.
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._exports = replica < self._config.ep
 
@@ -164,7 +164,7 @@ class MegatronTrainer:
         self.model = load_policy()
         self.model.learn(policy=not self._adapt_only, draft=self._online or self._adapt_only)
 
-        # Without its LoRA adapters the policy is its own reference: no second copy of the weights.
+        # With LoRA, the policy without adapters is the reference: no second copy of the weights.
         self._reference: PolicyModel | None = None
         if self._algo.kl_coef and not self._adapt_only:
             lora = self._config.lora.active
@@ -202,9 +202,9 @@ class MegatronTrainer:
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
         """Take one or more optimizer steps on a batch (ppo_epochs * minibatches).
 
-        Returns metrics reduced over all ranks, the same on each. A step whose gradient is not finite, or
-        without trainable tokens, is skipped and counted in `actor/skipped_steps`. A step whose gradient is 0,
-        because no advantage differs from 0, is skipped and counted in `actor/idle_steps`.
+        Returns metrics reduced over all ranks, the same on each. A step is skipped if its gradient is not
+        finite or if it has no trainable tokens (counted in `actor/skipped_steps`), and if its gradient is 0
+        because all advantages are 0 (counted in `actor/idle_steps`).
         """
         start = time.perf_counter()
         steps = self.steps(batch)
@@ -217,10 +217,10 @@ class MegatronTrainer:
     def steps(
         self, batch: PackedBatch, companion: Companion | None = None
     ) -> Generator[None, None, dict[str, Value]]:
-        """Run `train_step` stepwise: yield before each optimizer step, once its gradient is accumulated.
+        """Run `train_step` stepwise: yield before each optimizer step, after its gradient is accumulated.
 
-        companion: watches every micro-batch and may change its loss. Returns the metrics of train_step
-        without the time.
+        companion: is called with every micro-batch and may change its loss. Returns the metrics of
+        train_step, without the time.
         """
         if self._adapt_only:
             raise ValueError(
@@ -230,12 +230,12 @@ class MegatronTrainer:
         shards = [m.shards[self._dp_rank] for m in minibatches]
         score = partial(self._passes.scores, temperature=batch.temperature)
 
-        # PPO's ratio compares with the policy before the first step.
+        # PPO's ratio compares the policy with itself before the first step.
         needs_old = self._algo.needs_start_logprobs
         candidates = self.rule is not None and self.rule.target_at_start
         old = [score(self.model, s, candidates=candidates) if needs_old else None for s in shards]
 
-        # The reference is another model: it routes tokens to experts by its scores.
+        # The reference is another model, so it routes tokens to experts by its own scores.
         with self.model.without_adapters():
             reference = [score(self._reference, s, replay=False) if self._reference else None for s in shards]
 
@@ -280,16 +280,16 @@ class MegatronTrainer:
                 updates=self.optimizer.updates["mtp"],
             )
 
-            # All ranks need the same statistics: they scale the step.
+            # All ranks need the same statistics, because these scale the step.
             parts = schedule(self._wrapped, shard, forward, forward_only=False)
             steps.append(self._apply(minibatch, self._drafting.sum_over_ranks(parts)))
         return reduce(steps) | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}
 
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
-        """Compute teacher-forced statistics of the draft on a batch, expected verify steps included.
+        """Compute teacher-forced statistics of the draft on a batch, including expected verify steps.
 
-        Returns them on every rank; the trainer's state is unchanged. Raises ValueError when the checkpoint
-        has no draft.
+        Returns the statistics on every rank; the trainer's state is unchanged. Raises ValueError when the
+        checkpoint has no draft.
         """
         check_draft(self._mtp, self._hf_config, str(self._path))
         return self._drafting.statistics(self.model, self._shard(batch), batch.temperature)
@@ -299,7 +299,7 @@ class MegatronTrainer:
         self._online = False
 
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
-        """Tabulate draft and target at every context of every packed trajectory (None: it has none).
+        """Tabulate draft and target at every context of each packed trajectory (None if it has no context).
 
         Returns the tables on every rank; the trainer's state is unchanged. Raises ValueError when the
         checkpoint has no draft.
@@ -312,8 +312,8 @@ class MegatronTrainer:
     def candidate_scores(self, batch: PackedBatch) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Compute entropies [n] and log-probabilities of candidates [n, K] at a trajectory's sampled tokens.
 
-        batch: packed with candidates; -inf for padding. None: a trajectory that was left out. Returns them on
-        every rank; the trainer's state is unchanged.
+        batch: packed with candidates. The result is -inf for padding, and None for a trajectory that was left
+        out. Returns it on every rank; the trainer's state is unchanged.
         """
         scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for part in self._passes.candidate_scores(self.model, self._shard(batch), batch.temperature):
@@ -324,14 +324,14 @@ class MegatronTrainer:
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
         """Compute current logprobs of every packed trajectory, parallel to its token_ids, on every rank.
 
-        They are 0.0 where loss_mask is 0, and throughout trajectories that `pack` left out.
+        They are 0.0 where loss_mask is 0, and at all tokens of trajectories that `pack` left out.
         """
         parts = []
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
             parts.append(self._passes.logprobs_by_row(self.model, shard, batch))
 
-        # Segments of one trajectory may be in several parts, each 0 where it has no token.
+        # Segments of one trajectory may be in several parts; a part is 0 where it has no token.
         totals = [np.zeros(length, dtype=np.float32) for length in batch.lengths]
         for part in chain.from_iterable(runtime.gather_last(parts, self._dp_group)):
             for row, values in part.items():
@@ -343,7 +343,7 @@ class MegatronTrainer:
     ) -> Iterable[Bucket]:
         """Gather target and MTP weights under HF names, bucket by bucket; see `hf_bridge`.
 
-        Every rank must iterate to the end; only rank 0 gets the tensors, or, `everywhere`, every rank.
+        Every rank must iterate to the end. Only rank 0 gets the tensors or, if `everywhere`, every rank.
         """
         from rlpipe.trainer.hf_bridge import weight_buckets
 
@@ -366,7 +366,7 @@ class MegatronTrainer:
         return export_hf_weights(self.model, self._hf_config) if self._exports else None
 
     def save(self, directory: str | Path) -> None:
-        """Write all state that a resumed run needs; the directory appears when it is complete."""
+        """Write all state that a resumed run needs; the directory gets its name when it is complete."""
         from rlpipe.trainer.checkpoint import save
 
         save(self, Path(directory))
@@ -375,7 +375,7 @@ class MegatronTrainer:
         """Copy the state that `save` and `save_hf` write, for writing it to these directories later."""
         from rlpipe.trainer.checkpoint import SavingHf, begin_save
 
-        # Blocks of other sizes, freed by the step, would stay resident in addition to the copies.
+        # Return freed memory to the system first, as the copies would be allocated in addition to it.
         if self._runtime.device.type == "cpu":
             runtime.release_freed_memory()
         weights = SavingHf(self.export_weights(), Path(hf), like=self._path, draft_vocab=self._draft_vocab)
@@ -394,7 +394,7 @@ class MegatronTrainer:
         save_hf(self.export_weights(), Path(directory), like=self._path, draft_vocab=self._draft_vocab)
 
     def close(self) -> None:
-        """Leave the process group, unless it is another trainer's."""
+        """Leave the process group, unless it belongs to another trainer."""
         if not self._is_guest:
             runtime.stop()
 
@@ -413,15 +413,15 @@ class MegatronTrainer:
     ) -> tuple[list[dict[str, Value]], DraftStats | None]:
         """Accumulate the minibatch's gradient, reduced over ranks.
 
-        Returns metrics of each micro-batch, and the draft's statistics over all ranks (None where the draft's
-        interval leaves this step out).
+        Returns metrics of each micro-batch, and the draft's statistics over all ranks (None if the draft's
+        interval skips this step).
         """
         drafts = self._online and (self.policy_version + 1) % self._mtp.interval == 0
         extra = minibatch.draft_shards[self._dp_rank] if drafts else []
         count = len(shard) + len(extra)
         temperature, updates = self._temperature, self.optimizer.updates.get("mtp", 0)
 
-        # A batch may have no trainable token; the totals divide.
+        # Guard the divisor: a batch may have no trainable token.
         totals = LossTotals(
             tokens=max(1, minibatch.tokens), sequences=max(1, minibatch.sequences), dp_size=self._config.dp
         )
@@ -479,7 +479,7 @@ class MegatronTrainer:
             self.model, count=count, temperature=temperature, updates=updates
         )
 
-        # One schedule for both: micro-batches of the policy first, then those that train only the draft.
+        # One schedule runs both: the policy's micro-batches, then those that train only the draft.
         def forward(index: int, micro_batch: MicroBatch) -> Any:
             return (policy_forward if index < len(shard) else draft_forward)(index, micro_batch)
 
@@ -491,13 +491,14 @@ class MegatronTrainer:
     def _apply(self, minibatch: MiniBatch, stats: DraftStats | None) -> dict[str, Value]:
         """Step the optimizer and return metrics that are the same on every rank.
 
-        stats: of the draft, if it is to be stepped.
+        stats: the draft's statistics if the draft is stepped, else None.
         """
         metrics: dict[str, Value] = {} if stats is None else stats.metrics()
         groups = ([] if self._adapt_only else ["policy"]) + ([] if stats is None else ["mtp"])
         scales = dict.fromkeys(groups, 1.0)
 
-        # The draft's loss was a numerator, and gradients are means over ranks: divide by the denominator.
+        # The draft's loss was only a numerator, and gradients are means over ranks: divide by the
+        # denominator.
         if stats is not None:
             weight = stats.weight.item()
             scales["mtp"] = self._config.dp / weight if weight else 0.0

@@ -1,12 +1,13 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) in the local layers.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) for the local layers.
 
     c_q = norm(W_qa h)      q_i = [W_qb c_q]_i, its last part rotated     (q_i = [W_q h]_i without query_rank)
     c, k_R = W_kva h        k_i = [W_kb norm(c)]_i with the rotated k_R, v_i = [W_vb norm(c)]_i
 
-Modules, shards and checkpoints are those of Megatron's `MLASelfAttention`. Its forward pass supports no
-positions other than 0, 1, 2, ..., and with the local layers loses a part of the gradient of k_R under tensor
-parallelism: no collective sums the gradients from the heads of each rank. Keys and values are expanded, so
-attention over branches, windows and context parallel ranks is that of the other families.
+Modules, shards and checkpoints are those of Megatron's `MLASelfAttention`. The forward pass is replaced for
+two reasons. Megatron's supports only the positions 0, 1, 2, .... And under tensor parallelism, with the local
+layers, it loses a part of the gradient of k_R, as no collective sums the gradients from the heads of each
+rank. Here keys and values are expanded, so attention over branches, windows and context parallel ranks works
+as in the other model families.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from rlpipe.trainer.fused import RmsNorm
 if TYPE_CHECKING:
     from rlpipe.models.base import Architecture
 
-# Megatron 0.16.1 infers from its wrappers that TransformerEngine is installed; they are mocks without it.
+# Megatron 0.16.1 wrongly infers from its wrappers, which may be mocks, that TransformerEngine is installed.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 class LatentConfig(MLATransformerConfig):
-    """Megatron's settings of latent attention, with rotary embeddings made by the model as for the others.
+    """Megatron's settings of latent attention; as in other families, the model makes rotary embeddings.
 
-    latent: the family's dimensions. magnitude: factor of rotated queries and keys.
+    latent: dimensions of the latent attention. magnitude: factor of rotated queries and keys.
     """
 
     latent: LatentAttention
@@ -49,7 +50,7 @@ class LatentConfig(MLATransformerConfig):
 
 
 def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
-    """Return Megatron's description of a model with latent attention. settings: those of all models."""
+    """Return Megatron's settings of a model with latent attention. settings: those shared by all models."""
     latent = arch.latent
 
     # With multi_latent_attention set, Megatron's model would make no rotary embedding.
@@ -57,7 +58,7 @@ def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
         **settings,
         multi_latent_attention=False,
         rope_type="rope",
-        q_lora_rank=latent.query_rank or None,  # pyright: ignore[reportArgumentType]  # None is without one
+        q_lora_rank=latent.query_rank or None,  # pyright: ignore[reportArgumentType]  # None means without
         kv_lora_rank=latent.kv_rank,
         qk_head_dim=latent.plain,
         qk_pos_emb_head_dim=latent.rotary,
@@ -68,7 +69,7 @@ def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Megatron's modules, with queries, keys and values at any positions."""
+    """Latent attention with Megatron's modules, for tokens at any positions."""
 
     config: LatentConfig
     q_layernorm: RmsNorm
@@ -95,7 +96,7 @@ class LatentSelfAttention(MLASelfAttention):
         """Map [S, B, H] to [S, B, H]; rotary_pos_emb: [S, 1, 1, rotary]."""
         query, key, value = self.expanded(hidden_states, rotary_pos_emb)
 
-        # Kernels and layouts require keys and values of one size: pad with zeros and cut them off again.
+        # Kernels and layouts require keys and values of one size: pad values with zeros, then cut them off.
         padded = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
         attended = self.core_attention(query, key, padded, None, packed_seq_params=packed_seq_params)
         attended = attended.unflatten(-1, query.shape[-2:])[..., : value.shape[-1]].flatten(-2)
@@ -121,7 +122,7 @@ class LatentSelfAttention(MLASelfAttention):
         key, value = keys_values.unflatten(-1, (heads, -1)).split([latent.plain, latent.value], -1)
         query, turned = query.unflatten(-1, (heads, -1)).split([latent.plain, latent.rotary], -1)
 
-        # The heads of each rank have a part of the gradient of the shared keys: sum it over ranks.
+        # The heads of each rank contribute a part of the gradient of the shared keys: sum it over ranks.
         sequence = self.config.sequence_parallel
         spread = gather_from_sequence_parallel_region if sequence else copy_to_tensor_model_parallel_region
         shared = spread(shared, group=self.tp_group)[..., None, :]
@@ -131,14 +132,14 @@ class LatentSelfAttention(MLASelfAttention):
         return torch.cat([query, turned], -1), key, value
 
     def _gathered(self, linear: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
-        """Gather all outputs of a layer that is cut by rows over ranks, for the tokens of this rank."""
+        """Gather the full output of a layer that is cut by rows over ranks, for the tokens of this rank."""
         shard = linear(hidden_states)[0]
         if self.config.sequence_parallel:
             return all_to_all_hp2sp(shard, self.tp_group).unflatten(0, (-1, shard.shape[1]))
         return gather_from_tensor_model_parallel_region(shard, group=self.tp_group)
 
     def _rotated(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
-        """Rotate x [S, B, heads, rotary]; of interleaved pairs, first all first numbers, then all second."""
+        """Rotate x [S, B, heads, rotary]; interleaved pairs are first reordered into two halves."""
         config = self.config
         return _apply_rotary_pos_emb_bshd(
             x,
@@ -152,7 +153,7 @@ def latent_layer(layer: ModuleSpec, norm: type, core: type) -> ModuleSpec:
     """Replace a decoder layer's attention by latent attention."""
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
 
-    # Megatron types the parts of a specification as objects.
+    # Megatron types the parts of a spec as `object`.
     attention = cast("ModuleSpec", cast("TransformerLayerSubmodules", latent.submodules).self_attention)
     attention.module = LatentSelfAttention
     parts = cast("MLASelfAttentionSubmodules", attention.submodules)

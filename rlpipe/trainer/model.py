@@ -1,8 +1,8 @@
-"""The policy as a Megatron GPTModel: built from a Hugging Face config, with logits of chosen positions only.
+"""The policy as a Megatron GPTModel, built from a Hugging Face config; logits only at chosen positions.
 
 Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses are in
-`megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt and
-tool tokens cost no logits. The MTP layers are built but never run here (see `drafts/`).
+`megatron`. A position reaches the output layer only if the policy sampled its next token, so prompt and tool
+tokens cost no logits. The MTP layers are built but never run here (see `drafts/`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Layout: TypeAlias = BranchLayout | Continuation
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose forward pass ends with hidden states; `head` makes vocabulary-parallel logits of some.
+    """A GPTModel with hidden states as output; `head` makes vocabulary-parallel logits from some of them.
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
     draft_ids: [D] the draft's vocabulary, ascending, on the model's device; None for all.
@@ -53,9 +53,9 @@ class PolicyModel(GPTModel):
     stage_shapes: list[list[tuple[str, torch.Size, torch.dtype]]] | None = None
 
     def hidden_states(self, input_ids: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
-        """Compute the final norm's output [B * S, H], row-major; before the last stage, what is passed on.
+        """Compute the final norm's output [B * S, H], row-major; on earlier stages, the states to pass on.
 
-        input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat.
+        input_ids: [B, S] int64, rows padded on the right; with a layout, flat tokens [1, N].
         """
         return self(input_ids=input_ids, position_ids=None, attention_mask=None, packed_seq_params=layout)
 
@@ -77,7 +77,7 @@ class PolicyModel(GPTModel):
         return parameter.detach() if self.adapters is None else self.adapters.merged(parameter)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Compute with the backbone as loaded, within the context; has no effect without LoRA adapters."""
+        """Disable the LoRA adapters within the context; has no effect if there are none."""
         return nullcontext() if self.adapters is None else self.adapters.off()
 
     def rotary(self, positions: np.ndarray) -> torch.Tensor:
@@ -95,20 +95,20 @@ class PolicyModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
 
-        # The weight is left out only where the embedding is the head.
+        # The output layer has no weight only if the embedding is the head.
         weight = self.output_layer.weight
         assert weight is not None
         return weight
 
     @property
     def local_vocab(self) -> int:
-        """Real columns of this rank's vocabulary shard (the last shards may hold padding)."""
+        """Number of real columns in this rank's vocabulary shard (the last shards may contain padding)."""
         shard = self.vocab_size // self.pg_collection.tp.size()
         return max(0, min(shard, self.vocab_real - self.vocab_start))
 
     @property
     def local_draft_ids(self) -> torch.Tensor | None:
-        """Rows of `head_weight` that the draft multiplies; None for all."""
+        """Rows of `head_weight` that the draft uses; None for all."""
         if self.draft_ids is None:
             return None
         rows = self.draft_ids - self.vocab_start
@@ -120,17 +120,17 @@ class PolicyModel(GPTModel):
         return self.pg_collection.tp.rank() * (self.vocab_size // self.pg_collection.tp.size())
 
     def _preprocess(self, packed_seq_params: Layout | None = None, **inputs: Any) -> tuple[Any, ...]:
-        """Embed as Megatron does, with the rotary embedding of each flat token at its position."""
+        """Embed like Megatron, but give each flat token the rotary embedding of its position."""
         embedded, rotary, *rest = super()._preprocess(**inputs)
 
-        # Megatron's table is as long as the input: too short for a few tokens that continue a long text.
+        # Megatron's table is only as long as the input: too short for a few tokens that continue a long text.
         if packed_seq_params is not None:
             assert rotary is not None  # the model has rotary embeddings
             if packed_seq_params.reach > len(rotary):
                 rotary = self.rotary_pos_emb(packed_seq_params.reach)
             rotary = rotary[packed_seq_params.positions]
 
-        # Recomputation drops the gradients of layers whose input needs none.
+        # Recomputation drops the gradients of a layer if its input requires no gradient.
         if self.adapters is not None and self.pre_process and torch.is_grad_enabled():
             embedded.requires_grad_()
         return embedded, rotary, *rest
@@ -182,11 +182,11 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     if arch.tied and model.mtp_process and not first:
         model.output_layer.register_parameter("weight", None)
 
-    # The head reads all tokens on every rank.
+    # The head needs all tokens on every rank.
     if last and config.sp:
         model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
 
-    # Layouts give the position of each token, on whichever context parallel rank it is.
+    # Layouts give the position of each token on every context parallel rank.
     model.rotary_pos_emb.cp_group = None
     if config.lora.active:
         check_lora(config.lora, hf_config)
@@ -200,7 +200,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         if model.mtp_process:
             use_onednn(model.mtp)
 
-    # The routers' expert bias stays in float32 whatever the type of the model.
+    # The routers' expert bias stays in float32, whatever the dtype of the model.
     model = model.to(device=runtime.device, dtype=runtime.dtype)
     for module in model.modules():
         if isinstance(module, Router):
@@ -209,7 +209,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
 
 
 def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
-    """Return Megatron's description of a Hugging Face model."""
+    """Return Megatron's configuration of a Hugging Face model."""
     make = partial(latent_config, arch) if arch.latent else TransformerConfig
     transformer = make(
         num_layers=arch.layers,
@@ -240,13 +240,14 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         **runtime.model_flags,
     )
 
-    # Micro-batches differ in length. Set late: Megatron refuses it with a token dispatcher that is not used.
+    # Micro-batches differ in length. Set after construction: there Megatron checks a dispatcher that is not
+    # used.
     transformer.variable_seq_lengths = config.pp > 1
     return transformer
 
 
 def _pipeline(arch: Architecture, config: TrainerConfig) -> dict[str, Any]:
-    """Return Megatron's description of the stages: the layers of each."""
+    """Return Megatron's settings of the pipeline stages: the layers of each."""
     if config.pp == 1:
         return {}
 

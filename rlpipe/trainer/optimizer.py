@@ -1,8 +1,8 @@
 """Megatron's optimizer and schedules: one group for the policy, one for the draft model, a guard for both.
 
 Owns gradient clipping by group, the refusal of non-finite gradients, learning rates, and the number of steps
-of each group. All parts are Megatron's public ones, except `MegatronOptimizer.step`: it clips all groups by
-one norm, steps all of them, and applies any gradient.
+of each group. It uses Megatron's public functions except `MegatronOptimizer.step`, which clips all groups by
+one norm, steps all of them, and does not refuse any gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLICY, MTP = "policy", "mtp"
 
 @dataclass(slots=True, kw_only=True)
 class StepOutcome:
-    """applied: groups that were stepped. grad_norms: by group, before clipping. lrs: used."""
+    """Outcome of a step. applied: stepped groups. grad_norms: before clipping. lrs: rates used. By group."""
 
     applied: set[str]
     grad_norms: dict[str, float]
@@ -68,7 +68,7 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class _Groups:
-    """An optimizer's current groups of one tag, for a schedule (loading a checkpoint replaces them)."""
+    """Looks up an optimizer's groups of one tag at each use, as loading a checkpoint replaces them."""
 
     inner: MegatronOptimizer
     tag: str
@@ -82,8 +82,9 @@ class _Groups:
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a wrapped model, with float32 state and clipping by group.
 
-    steps: of the full run, for the schedules. updates: steps of each group so far; the k-th of them (from 0)
-    uses schedule(k + 1), so warm-up does not begin with a step of size 0 and the last step reaches min_lr.
+    steps: optimizer steps of the full run, for the schedules. updates: steps of each group so far. Step k
+    (from 0) uses schedule(k + 1), so warm-up does not begin with a step of size 0 and the last step reaches
+    min_lr.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class PolicyOptimizer:
         )
 
         overrides = get_standard_config_overrides(optimizer_config)
-        # is_decoupled_lr: groups that differ only in max_lr collide when a checkpoint is loaded. Megatron's
-        # type lacks both keys, but its groups accept any.
+        # is_decoupled_lr: without it, groups that differ only in max_lr collide when a checkpoint is loaded.
+        # Megatron's type lacks both keys, but its groups accept any key.
         overrides[ParamKey(name="*mtp.layers.*")] = ParamGroupOverride(  # pyright: ignore[reportCallIssue]
             max_lr=mtp.lr, min_lr=mtp.min_lr, clip_tag=MTP, is_decoupled_lr=True
         )
@@ -130,15 +131,15 @@ class PolicyOptimizer:
         self.set_updates({})
 
     def zero_grad(self) -> None:
-        """Reset gradients (the owner of the wrapped model zeroes those of its buffer)."""
+        """Reset gradients, except in the wrapped model's buffer, which its owner must zero."""
         self.inner.zero_grad()
 
     def step(self, scales: Mapping[str, float]) -> StepOutcome:
         """Scale each group's gradient, clip it by the group's norm and step.
 
-        scales: factor by group. Weights, moments and learning rate do not change in a group that is left out
-        or has a gradient of 0 everywhere, nor in a draft model with a gradient that is not finite. When the
-        policy's gradient is not finite, no group is stepped.
+        scales: factor by group. A group is not stepped (weights, moments and learning rate do not change) if
+        it is not in `scales`, if its gradient is 0 everywhere, or if it is the draft model and its gradient
+        is not finite. If the policy's gradient is not finite, no group is stepped.
         """
         overflow = self.inner.prepare_grads()
         due = [tag for tag in self._schedules if scales.get(tag)]
@@ -161,7 +162,7 @@ class PolicyOptimizer:
                 parameters = cast("list[torch.Tensor]", self._parameters(tag))
                 clip_grad_by_total_norm_fp32(parameters, self._clip[tag], norms[tag])
 
-        # AdamW passes over parameters without a gradient: not even their momentum moves them.
+        # AdamW skips parameters without a gradient: not even momentum changes them.
         left_out = self._schedules.keys() - applied
         for parameter in (p for tag in left_out for p in self._parameters(tag)):
             parameter.grad = None
@@ -171,13 +172,13 @@ class PolicyOptimizer:
             self.updates[tag] += 1
             self._schedules[tag].step(1)
 
-        # Fused optimizers have counted a step for the other groups too.
+        # Fused optimizers have also counted a step for the groups that were left out: set their counts back.
         if left_out:
             self.write_steps(self.updates)
         return StepOutcome(applied=applied, grad_norms=norms, lrs=lrs)
 
     def set_updates(self, updates: Mapping[str, int]) -> None:
-        """Continue after this many steps of each group (0 if not named)."""
+        """Set the number of steps of each group (0 if not named), to continue from there."""
         self.updates = {tag: updates.get(tag, 0) for tag in self._schedules}
 
         # The schedule is one step ahead: it gives the learning rate of the next update.
@@ -189,7 +190,8 @@ class PolicyOptimizer:
     def write_steps(self, steps: Mapping[str, int]) -> None:
         """Set AdamW's step count of every parameter, each in a separate tensor.
 
-        torch stores it by parameter, fused optimizers by group (and advance it with or without a gradient).
+        torch stores the count by parameter; fused optimizers store it by group, and advance it even without a
+        gradient.
         """
         for optimizer in self.inner.chained_optimizers:
             for group in optimizer.optimizer.param_groups:
@@ -212,18 +214,18 @@ class PolicyOptimizer:
                 if p.grad is not None and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
             ]
 
-            # Experts have an optimizer whose ranks differ: each reduces over a different group.
+            # Experts have a separate optimizer with other ranks: each optimizer reduces over its own group.
             group = optimizer.get_grad_stats_parallel_group()
             squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
         return sqrt(squares)
 
     def _parameters(self, tag: str) -> list[torch.nn.Parameter]:
-        """List the parameters that the optimizer steps for a tag."""
+        """List the parameters in the optimizer's groups of a tag."""
         return [p for group in _Groups(self.inner, tag).param_groups for p in group["params"]]
 
 
 def _tag(group: dict[str, Any]) -> str:
-    """Return the tag of a parameter group, the policy's by default."""
+    """Return the tag of a parameter group; default: the policy's."""
     return group.get("clip_tag", POLICY)
 
 
@@ -231,9 +233,9 @@ def _schedule(
     plan: TrainerConfig | DraftConfig, groups: _Groups, *, steps: int, weight_decay: float
 ) -> OptimizerParamScheduler:
     """Make a schedule of one group: warm-up, then the plan's shape until `steps`."""
-    # Megatron requires the decay to end after the warm-up, even where the run does not.
+    # Megatron requires the decay to end after the warm-up, even if the run ends before that.
     return OptimizerParamScheduler(
-        groups,  # pyright: ignore[reportArgumentType]  # it reads and sets only param_groups
+        groups,  # pyright: ignore[reportArgumentType]  # the scheduler reads and sets only param_groups
         init_lr=0.0,
         max_lr=plan.lr,
         min_lr=plan.min_lr,

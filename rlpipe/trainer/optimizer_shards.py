@@ -1,11 +1,12 @@
-"""Checkpoints of the distributed optimizer in which each rank writes and reads only its own share.
+"""Checkpoints of the distributed optimizer where each rank writes and reads only its own share.
 
-Megatron's `fully_reshardable` format names every state (master weight, two moments) like its parameter, so a
-checkpoint may be loaded with other tp, pp, ep and dp. But its save gathers the full state on every rank: 12
-bytes a parameter on the host and 4 on the GPU. Here a rank's share, a range of the flattened parameter, is
-instead described as blocks in the parameter's shape. The files hold the same tensors by the same names.
+Megatron's `fully_reshardable` format names every state (master weight, two moments) after its parameter, so a
+checkpoint may be loaded with other tp, pp, ep and dp. But Megatron's save gathers the full state on every
+rank: 12 bytes a parameter on the host and 4 on the GPU. A rank's share is a range of the flattened parameter.
+Here the share is described as blocks in the parameter's shape instead. The files contain the same tensors
+under the same names.
 
-    range [start, stop) of a parameter -> pieces of the model's checkpoint that it meets -> blocks -> files
+    range [start, stop) of a parameter -> pieces of the model's checkpoint that it overlaps -> blocks -> files
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
 @contextmanager
 def own_shares(chained: ChainedOptimizer) -> Iterator[None]:
-    """Have distributed optimizers describe and load the shares of this rank, not full tensors."""
+    """Make distributed optimizers describe and load this rank's shares instead of full tensors."""
     sharded = [o for o in chained.chained_optimizers if isinstance(o, DistributedOptimizer)]
 
-    # The instance's attributes hide Megatron's methods.
+    # Attributes of the instance hide Megatron's methods.
     for optimizer in sharded:
         vars(optimizer)["sharded_param_state_fully_reshardable"] = partial(_describe, optimizer)
         vars(optimizer)["load_parameter_state_from_fully_reshardable"] = partial(_load, optimizer)
@@ -85,9 +86,9 @@ def _describe(
     is_loading: bool = False,  # noqa: FBT001, FBT002  # Megatron's signature
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Return the blocks of this rank's states, by number of the parameter and name of the state.
+    """Return the blocks of this rank's states, by index of the parameter and name of the state.
 
-    The blocks are views of the optimizer's own tensors; without communication.
+    The blocks are views of the optimizer's tensors. There is no communication.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
     by_parameter = {id(entry.data): entry for entry in nested_values(described)}
@@ -110,7 +111,7 @@ def _describe(
 
 
 def _shares(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """List the parameters of which this rank has a share, and its range in the flattened parameter."""
+    """List the parameters that this rank has a share of, with the range of each share."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -121,14 +122,14 @@ def _shares(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramete
 def _pieces(
     entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter
 ) -> list[tuple[int, ShardedTensor]]:
-    """List the tensors that a parameter is stored as, in their order, with their place in the parameter.
+    """List the tensors that a parameter is stored as, in order, with their offsets in the parameter.
 
-    Some parameters are stored in several, such as the two matrices of a gated MLP.
+    Some parameters are stored as several tensors, such as the two matrices of a gated MLP.
     """
     if isinstance(entry, ShardedTensor):
         return [(0, entry)]
 
-    # The pieces are views of the parameter, so their addresses give their positions.
+    # The pieces are views of the parameter, so their addresses give their offsets.
     pieces = []
     for piece in nested_values(entry.build()):
         assert piece.data.is_contiguous(), f"{piece.key} is not a range of its parameter"
@@ -147,7 +148,7 @@ def _blocks_of(
 ) -> Iterator[ShardedTensor]:
     """Describe the part of a state that belongs to a stored tensor.
 
-    state: [stop - start], of the range `share` of the parameter. place: first element of `piece` in it.
+    state: [stop - start], for the range `share` of the parameter. place: offset of `piece` in the parameter.
     """
     start, stop = share
     size = prod(piece.local_shape)
@@ -165,7 +166,7 @@ def _blocks_of(
             dtype=state.dtype,
             local_shape=leading + shape,
             global_offset=tuple(a + b for a, b in zip(piece.global_offset, within, strict=True)),
-            axis_fragmentations=None,  # ranges of ranks form no regular grid
+            axis_fragmentations=None,  # the ranges of the ranks do not form a regular grid
             replica_id=(
                 *cast("tuple[int, ...]", piece.replica_id)[:2],
                 0,

@@ -1,7 +1,7 @@
-"""Forward and backward passes of a policy over micro-batches, by Megatron's schedule.
+"""Forward and backward passes of a policy over micro-batches, run by Megatron's schedule.
 
-Owns how a micro-batch reaches a model and which predictions come back; the caller turns these into a loss or
-into scores. The draft model's losses are in `draft`, the policy's predictions here.
+Owns how a micro-batch reaches a model and which predictions are returned; the caller turns these into a loss
+or into scores. The draft model's passes are in `draft`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rlpipe.trainer.model import PolicyModel
 
 T = TypeVar("T")
-# The model's output for a micro-batch, and the function from it to (loss, result), None before the last stage
+# Returns the model's output for a micro-batch, and the function from it to (loss, result); None before the
+# last stage
 Forward = Callable[
     [int, MicroBatch], tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, T]] | None]
 ]
@@ -37,12 +38,12 @@ Forward = Callable[
 
 @dataclass(slots=True, kw_only=True)
 class Predictions:
-    """The predictions of the sampled tokens of a micro-batch, by one forward pass.
+    """Predictions of the sampled tokens of a micro-batch, from one forward pass.
 
-    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they are to be retained.
-    states: [P, H], at the positions that predict the P sampled tokens. logits: computes their [P, V_local].
-    logprobs, entropies: [B, R] float32, 0 where there is no token.
-    candidate_logprobs: [P, K] of further tokens by their ids, without a gradient.
+    hidden: [N, H] states of the policy. layout: layout of the pass; it stores the keys if they are retained.
+    states: [P, H], at the positions that predict the P sampled tokens. logits: computes logits [P, V_local]
+    from them. logprobs, entropies: [B, R] float32, 0 where there is no token. candidate_logprobs: computes
+    those of further tokens by their ids, [P, K], without a gradient.
     """
 
     hidden: torch.Tensor
@@ -54,21 +55,21 @@ class Predictions:
     candidate_logprobs: Callable[[torch.Tensor], torch.Tensor]
 
     def replayed(self) -> dict[str, Value]:
-        """Return metrics of the routes that were replayed in this pass; none without a record."""
+        """Return metrics of the routes that were replayed in this pass; empty if none were recorded."""
         replay = None if self.layout is None else self.layout.replay
         return {} if replay is None else replay.metrics()
 
 
 @dataclass(slots=True, kw_only=True)
 class Scores:
-    """Log-probabilities of one micro-batch under some policy [B, R], and of its candidates [P, K]."""
+    """Log-probabilities under some policy: of a micro-batch's targets [B, R] and candidates [P, K]."""
 
     logprobs: torch.Tensor
     candidates: torch.Tensor | None
 
 
 class Companion(Protocol):
-    """Watches the micro-batches of an update and may change their loss; see `decoupled`."""
+    """Is called with the micro-batches of an update and may change their loss; see `decoupled`."""
 
     def watch(
         self,
@@ -79,9 +80,9 @@ class Companion(Protocol):
         loss: torch.Tensor,
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
-        """Return the loss to descend instead of the policy's, a scalar as that is, and further metrics.
+        """Return the loss to minimise instead of the policy's, also a scalar, and further metrics.
 
-        index: of the micro-batch in the shard. totals: the sums of the update's losses.
+        index: index of the micro-batch in the shard. totals: the sums of the update's losses.
         """
         ...
 
@@ -108,14 +109,14 @@ class Passes:
     ) -> list[Scores]:
         """Compute logprobs of the targets under a model, without a graph.
 
-        candidates: those of candidate tokens too. replay: route tokens to the experts that read them in the
-        rollout, where recorded.
+        candidates: compute those of candidate tokens too. replay: route tokens to the experts of the rollout,
+        where they are recorded.
         """
 
         def score(
             index: int, micro_batch: MicroBatch, predictions: Predictions
         ) -> tuple[torch.Tensor, Scores]:
-            # The correction may read the logprobs of candidate tokens too.
+            # The correction may also read the logprobs of candidate tokens.
             top = None
             if candidates and micro_batch.candidates is not None:
                 ids = self._runtime.to_device(micro_batch.candidates.ids)
@@ -127,9 +128,9 @@ class Passes:
             return schedule(model, shard, forward, forward_only=True)
 
     def extras(self, micro_batch: MicroBatch, predictions: Predictions, start: Scores | None) -> TokenExtras:
-        """Collect the data that the correction declared: columns, candidates and their logprobs.
+        """Collect the data that the correction needs: columns, candidates and their logprobs.
 
-        start: of the policy at the start of the batch, where that is the target.
+        start: scores of the policy at the start of the batch, if that policy is the target; else None.
         """
         # Without recorded candidates only the columns are passed.
         candidates, move = micro_batch.candidates, self._runtime.to_device
@@ -137,7 +138,7 @@ class Passes:
         if candidates is None:
             return TokenExtras(columns=columns)
 
-        # The target's logprobs, of the policy at the start of the batch or of this pass.
+        # The target is the policy at the start of the batch or the policy of this pass.
         target = None if start is None else start.candidates
         if target is None:
             target = predictions.candidate_logprobs(move(candidates.ids))
@@ -148,7 +149,8 @@ class Passes:
     ) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
         """Compute entropies [n] and log-probabilities of candidates [n, K] at n sampled tokens, in order.
 
-        Returns, for each micro-batch (with candidates), those of its trajectories by row in the batch.
+        Returns, for each micro-batch that has candidates, these arrays for each trajectory, by its row in the
+        batch.
         """
 
         def score(
@@ -161,7 +163,7 @@ class Passes:
             candidates = predictions.candidate_logprobs(ids).cpu().numpy()
             entropies, mask = predictions.entropies.cpu().numpy(), micro_batch.mask > 0
 
-            # The flat predictions are those of one trajectory after the other.
+            # The flat predictions are in the order of the trajectories.
             ends = mask.sum(1).cumsum()
             scores = {
                 int(micro_batch.rows[b]): (
@@ -181,8 +183,8 @@ class Passes:
     ) -> dict[int, np.ndarray]:
         """Compute logprobs of each trajectory of a shard, by its row in the batch.
 
-        Returns [tokens] float32 for each, in nats, 0 at tokens that were not sampled; empty before the last
-        pipeline stage.
+        Returns [tokens] float32 for each trajectory, in nats, 0 at tokens that were not sampled. On pipeline
+        stages before the last the result is empty.
         """
         logprobs: dict[int, np.ndarray] = {}
         scores = self.scores(model, shard, temperature=batch.temperature)
@@ -192,7 +194,7 @@ class Passes:
             values, mask = score.logprobs.cpu().numpy(), micro_batch.mask > 0
             for b in np.flatnonzero(micro_batch.rows >= 0):
                 row = int(micro_batch.rows[b])
-                # Segments of a trajectory are rows of their own.
+                # Each segment of a trajectory has a separate row.
                 logprobs.setdefault(row, np.zeros(batch.lengths[row], dtype=np.float32))
                 logprobs[row][micro_batch.indices[b, mask[b]]] = values[b, mask[b]]
         return logprobs
@@ -206,10 +208,10 @@ class Passes:
         retain_keys: bool = False,
         replay: bool = True,
     ) -> Forward[T]:
-        """Make the policy's pass over a micro-batch, for `schedule`.
+        """Make the function for `schedule` that runs the policy over a micro-batch.
 
-        use: turns predictions into a loss and a result. retain_keys: the layout retains keys and values.
-        replay: as of `scores`.
+        use: turns predictions into a loss and a result. retain_keys: whether the layout stores keys and
+        values. replay: see `scores`.
         """
         from rlpipe.trainer.logprobs import Head
 
@@ -285,10 +287,10 @@ class Passes:
     ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
         """Compute the hidden states of a micro-batch.
 
-        Returns them, the indices [P] of those that predict sampled tokens, and the layout where tokens are
-        flat. A pipeline stage before the last returns the states it passes on, which may be a shard.
-        retain_keys, replay: as of `forward`. Raises ValueError where routes are to be replayed by layers that
-        read padded rows.
+        Returns the states, the indices [P] of those that predict sampled tokens, and the layout if tokens are
+        flat. A pipeline stage before the last returns the states to pass on, which may be a shard.
+        retain_keys, replay: see `forward`. Raises ValueError if routes must be replayed but the layers read
+        padded rows.
         """
         from rlpipe.trainer.context import ContextLayout
         from rlpipe.trainer.experts import Replay
@@ -297,7 +299,7 @@ class Passes:
         move, group = self._runtime.to_device, policy.pg_collection.cp
         ranks = policy.pg_collection.tp.size() if policy.config.sequence_parallel else 1
 
-        # The experts that the rollout recorded.
+        # Load the experts that the rollout recorded.
         routes = None
         if replay and micro_batch.routes is not None:
             routes = Replay(move(micro_batch.routes), unrecorded(micro_batch.routes))
@@ -312,7 +314,7 @@ class Passes:
             tokens, sources = micro_batch.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
 
-        # Context parallel ranks read a share of the tokens each.
+        # Each context parallel rank reads a share of the tokens.
         sources = move(micro_batch.sources)
         if group.size() > 1:
             device = self._runtime.device
@@ -341,9 +343,9 @@ def schedule(
     *,
     forward_only: bool,
 ) -> list[T]:
-    """Run Megatron's schedule of forward, and backward, passes over micro-batches.
+    """Run Megatron's schedule over micro-batches: forward passes and, unless forward_only, backward passes.
 
-    Returns the result of each micro-batch; none on a pipeline stage before the last.
+    Returns the result of each micro-batch; on pipeline stages before the last, an empty list.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

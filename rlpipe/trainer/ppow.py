@@ -1,6 +1,6 @@
-"""Windows of an MTP layer: drafted after each token of a micro-batch, and read by the backbone.
+"""Windows of an MTP layer: it drafts them after tokens of a micro-batch, and the backbone reads them.
 
-Owns the passes that `drafts.windows.training` needs; keys of finished passes are `continuation`'s.
+Owns the passes that `drafts.windows.training` needs; `continuation` reads the keys of finished passes.
 
     backbone's pass      -> hidden states, keys         (with or without a graph: no gradient flows into it)
     depth 1, all anchors -> Q along the text, keys
@@ -8,9 +8,9 @@ Owns the passes that `drafts.windows.training` needs; keys of finished passes ar
     backbone, W G K more -> P after every draft
     backbone, W(K - 1)   -> the greedy window from each anchor
 
-So a step costs one MTP depth over the texts, and K (G + 1) tokens per window of each model. Draft tokens are
-those of the engine: deeper ones attend to depth-1 keys of the prefix and to the keys of their window (with
-teacher forcing they attend to the text's further tokens instead, through keys of their depth).
+So a step costs one MTP depth over the texts and, for each of the two models, K (G + 1) tokens per window.
+Draft tokens equal those of the engine: deeper ones attend to depth-1 keys of the prefix and to the keys of
+their window. (With teacher forcing they attend to keys of their own depth, at tokens of the text, instead.)
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from rlpipe.trainer.runtime import Runtime
 
 
 class MtpWindows:
-    """Implements `drafts.windows.training.WindowDrafter` on a micro-batch, once.
+    """A single-use `drafts.windows.rollout.WindowDrafter` on a micro-batch.
 
-    prefixes, draft_prefixes: of each window, indices of tokens 0 .. t + 1 and of the draft's anchors 0 .. t.
+    prefixes: for each window, indices of the tokens 0 .. t + 1. draft_prefixes: indices of the draft's
+    anchors 0 .. t.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class MtpWindows:
         temperature: float,
         runtime: Runtime,
     ) -> None:
-        """Run depth 1 over all anchors. hidden, retained: of the backbone's pass over the micro-batch."""
+        """Run depth 1 over all anchors. hidden, retained: states and keys of the backbone's pass."""
         self.owners, self.turns, self.sampled = batch.owners, batch.tokens, batch.sampled
         self.rows, self.vocab, self.known = micro_batch.rows, policy.vocab_real, policy.draft_ids
         self._policy, self._micro_batch, self._batch, self._hidden = policy, micro_batch, batch, hidden
         self._retained, self._temperature, self._runtime = retained, temperature, runtime
 
-        # Depth 1 retains its keys: the windows continue them.
+        # Retain the keys of depth 1, because the windows continue that pass.
         move = runtime.to_device
         layout = BranchLayout(batch.branches, move(batch.positions), retain_keys=True)
         inputs = hidden.index_select(0, move(batch.places))[:, None]
@@ -73,7 +74,7 @@ class MtpWindows:
         """Ratio of the draft's parameters to the backbone's, without embedding and head."""
         policy = self._policy
 
-        # A shard counts for the tensor parallel ranks that hold the others.
+        # Multiply the size of a shard by the number of tensor parallel ranks.
         draft_size, backbone_size = (
             sum(
                 p.numel()
@@ -89,7 +90,7 @@ class MtpWindows:
         batch, move = self._batch, self._runtime.to_device
         near = depth_targets(move(batch.tokens), move(batch.sampled), 1).mask[:, 0]
 
-        # Depth 1 at a token predicts what the target predicts one token on.
+        # Depth 1 at a token predicts the same token as the target at the next position.
         backbone = move(batch.backbone.flatten())
         following = torch.cat((backbone[1:], backbone[-1:]))
         states = self._states.detach().index_select(0, move(batch.anchors.flatten())[near])
@@ -105,7 +106,7 @@ class MtpWindows:
         anchors = batch.anchors[windows.turns, windows.columns]
         following = batch.backbone[windows.turns, windows.columns + 1]
 
-        # The draft's prefix ends at the anchor, the backbone's one token later.
+        # The draft's prefix ends at the anchor; the backbone's prefix ends one token later.
         self.draft_prefixes = self._prefixes(batch.branches, anchors)
         self.prefixes = self._prefixes(self._micro_batch.branches, following)
 
@@ -116,11 +117,11 @@ class MtpWindows:
         return self._state.device
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Compute states [W, G, H] of the layer after its last tokens [W, G]; at first [W, 1, H]."""
+        """Compute states [W, G, H] of the layer after its last tokens [W, G]; in the first call [W, 1, H]."""
         if tokens is None:
             return self._state[:, None]
 
-        # The G continuations of a window share the first state, and differ from the first token on.
+        # The G continuations of a window share the first state and differ from their first token onwards.
         state = self._state if self._depth else self._state.repeat_interleave(self._group, 0)
         self._depth += 1
         rotary = self._policy.rotary(self._drafting.advance(1).positions)
@@ -151,7 +152,7 @@ class MtpWindows:
         return self._policy.hidden_states(tokens[None], self._reading.advance(1))
 
     def _prefixes(self, branches: list[Branch], last: np.ndarray) -> list[torch.Tensor]:
-        """List the indices of all tokens up to each of these."""
+        """List, for each token of `last`, the indices of all tokens up to it."""
         starts = np.cumsum([0, *(branch.length for branch in branches)])
         paths = [tokens_up_to(branches, starts, index) for index in last]
         return list(self._runtime.to_device(np.concatenate(paths)).split([len(path) for path in paths]))
@@ -162,7 +163,7 @@ class MtpWindows:
         return (logits / self._temperature).log_softmax(-1)
 
     def draft_logprobs(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute the same of the draft, [..., H] -> [..., V]; it may know a part of the vocabulary only."""
+        """Compute the draft's log softmax, [..., H] -> [..., V]; its vocabulary may be reduced."""
         logits, ids = self._logits(states.flatten(0, -2)), self._policy.draft_ids
         if ids is not None:
             logits = spread(logits[:, ids], ids, logits.shape[1], temperature=self._temperature)

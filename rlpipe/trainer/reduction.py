@@ -1,7 +1,7 @@
-"""The gradients of decoder layers are reduced over data parallel ranks while the backward pass continues.
+"""Reduces gradients of decoder layers over data parallel ranks while the backward pass continues.
 
-    backward of layer n done -> its bucket is complete -> reduced, once the buckets before it were
-    end of the backward pass -> the remaining buckets, in order
+    backward of layer n done -> its bucket is complete -> reduced, after the buckets before it end of the
+    backward pass -> the remaining buckets, in order
 
 Megatron starts a bucket as soon as all its gradients exist, and every parameter must get one in every step.
 Here a parameter may get none (a draft in a step that leaves it out, an expert without tokens, a rank without
@@ -26,7 +26,7 @@ class OrderedReduction:
     """
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
-        """Replace Megatron's starts. wrapped: built with `overlap_grad_reduce`."""
+        """Replace Megatron's code that starts reductions. wrapped: built with `overlap_grad_reduce`."""
         names = {parameter: name for name, parameter in wrapped.module.named_parameters()}
         self._names = names
         self._early: list[Any] = []
@@ -35,7 +35,7 @@ class OrderedReduction:
         for group in groups:
             once = all(names[p].startswith("decoder.layers.") for p in group.params)
             (self._early if once else self._late).append(group)
-            group.is_first_batch = False  # Megatron counts gradients in it
+            group.is_first_batch = False  # Megatron counts gradients in the first batch
             group.register_grad_ready = partial(self._count, group)
 
         self._next = 0
@@ -45,12 +45,12 @@ class OrderedReduction:
         config.finalize_model_grads_func = partial(self._finish, finalize_model_grads)
 
     def _count(self, group: Any, parameter: torch.nn.Parameter, *_: object) -> None:
-        """Note a gradient of the last micro-batch, and start the buckets that may start."""
+        """Record a gradient of the last micro-batch, and start the buckets that are ready."""
         missing = self._missing.get(id(group))
         if missing is None or not group.is_last_microbatch:
             return
 
-        # A second gradient would come too late for the sum.
+        # A second gradient would be missing from the sum.
         assert parameter in missing, f"{self._names[parameter]} got two gradients in one micro-batch"
         missing.remove(parameter)
         while self._next < len(self._early) and not self._missing[id(self._early[self._next])]:
@@ -58,7 +58,7 @@ class OrderedReduction:
             self._next += 1
 
     def _finish(self, finalize: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Start the remaining buckets, wait for all, and scale by Megatron's own function."""
+        """Start the remaining buckets, wait for all of them, and scale with Megatron's own function."""
         for group in (*self._early[self._next :], *self._late):
             group.start_grad_sync()
 

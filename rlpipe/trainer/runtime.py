@@ -1,11 +1,11 @@
-"""The choice between CPU + gloo and GPU + NCCL, in this module only.
+"""The choice between CPU + gloo and GPU + NCCL, which is made only in this module.
 
 Owns device, backend, process group, Megatron's parallel state, seeds and the configuration flags that
 differ. Independent of the model. Flow: `start(...)` once per trainer process, `stop()` at its end.
 
 Megatron-core 0.16 assumes CUDA in a few functions that run no kernel (`device="cuda"` for a scalar,
-`Tensor.type()` compared with a string). `_assume_cpu()` makes them use the CPU. It is installed only where
-CUDA is absent, and only in a process that trains.
+`Tensor.type()` compared with a string). `_assume_cpu()` makes them use the CPU. It is called only where CUDA
+is absent, and only in a process that trains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _listening: dict[str, TCPStore] = {}  # stores that this process opened and that
 class Runtime:
     """Device and process group of this rank.
 
-    dtype: of parameters and activations. te: layers are TransformerEngine's. world_size: number of ranks.
+    dtype: dtype of parameters and activations. te: whether layers are TransformerEngine's. world_size: number
+    of ranks.
     """
 
     device: torch.device
@@ -74,7 +75,7 @@ class Runtime:
 def open_address(host: str = "127.0.0.1", *, world_size: int) -> str:
     """Listen for the other ranks in this process, rank 0; return `host:port`.
 
-    The system chooses the port. It stays open until `start`, so that no other process can use it meanwhile.
+    The system chooses the port. It stays open until `start`, so that no other process can take it.
     """
     store = _store(host, 0, world_size, listens=True)
     address = f"{host}:{store.port}"
@@ -85,8 +86,8 @@ def open_address(host: str = "127.0.0.1", *, world_size: int) -> str:
 def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | None) -> Runtime:
     """Join the process group, build Megatron's groups, seed everything.
 
-    master: the address that `open_address` returned in the process of rank 0, the same on every rank; a
-        single rank needs none.
+    master: the address that `open_address` returned on rank 0, the same on every rank; a single rank needs
+        none.
     Raises ValueError when this process already runs a trainer, or TransformerEngine is requested where it
     cannot run.
     """
@@ -144,11 +145,11 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
 def import_megatron(*, compiles: bool) -> None:
     """Import Megatron without its optional imports; has no effect if it is imported already.
 
-    Megatron imports wandb where it is installed, for its inference. It gives small functions to
-    torch.compile, which imports the compiler at once. On a CPU rlpipe's models call none of them. Both
-    imports take seconds.
+    Megatron imports wandb, if it is installed, for its inference. It also decorates small functions with
+    torch.compile, which imports the compiler at once. Both imports take seconds. On a CPU rlpipe's models
+    call none of these functions.
 
-    compiles: whether those functions are compiled.
+    compiles: whether to let torch.compile compile these functions.
     """
     compile_, logged = torch.compile, "wandb" in sys.modules
     if not compiles:
@@ -179,7 +180,7 @@ def _store(host: str, port: int, world_size: int, *, listens: bool) -> TCPStore:
 
 
 def stop() -> None:
-    """Leave the process group; afterwards `start` may be called again."""
+    """Leave the process group; then `start` may be called again."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -195,8 +196,9 @@ def _quiet_megatron() -> None:
 
 
 def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
-    """Return whether the layers are TransformerEngine's; refuse an explicit choice that cannot run."""
-    # Local layers are needed on a CPU and by features that TransformerEngine's layers here do not have.
+    """Return whether layers are TransformerEngine's; raise ValueError for a choice that cannot run."""
+    # Local layers are needed on a CPU, and for features that are not implemented for TransformerEngine's
+    # layers.
     layers, needs_local = config.layers, not gpu or config.cp > 1 or config.sp or config.lora.active
     if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and needs_local):
         return False
@@ -217,7 +219,7 @@ def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
 
 
 class _TorchOnCpu:
-    """Replacement of `torch` in Megatron's modules: its factories make CPU tensors for "cuda"."""
+    """Replaces `torch` in Megatron's modules: factories called with device="cuda" make CPU tensors."""
 
     def __getattr__(self, name: str) -> Any:
         """Return torch's attribute for every name that is not replaced."""
@@ -239,14 +241,14 @@ def _assume_cpu() -> None:
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda device=None: None
 
-    # Factories: in the modules that pass device="cuda".
+    # Replace factories in the modules that pass device="cuda".
     stand_in = _TorchOnCpu()
     for name in _FACTORIES:
         setattr(stand_in, name, _on_cpu(getattr(torch, name)))
     for module in (clip_grads, distrib_optimizer, optimizer, schedules, utils):
         module.torch = stand_in  # pyright: ignore[reportAttributeAccessIssue]
 
-    # Methods of tensors. Megatron compares the type with "torch.cuda.FloatTensor" and its like.
+    # Replace tensor methods: Megatron compares types with strings like "torch.cuda.FloatTensor".
     plain_type, plain_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +261,7 @@ def _assume_cpu() -> None:
 
     torch.Tensor.type, torch.Tensor.cuda = type_, cuda
 
-    # There is no CUDA generator whose state could be stored.
+    # Without CUDA there is no CUDA generator state to store.
     tp_random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tp_random._set_cuda_rng_state = lambda *args, **kwargs: None
 
@@ -285,14 +287,14 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def release_freed_memory() -> None:
-    """Give freed blocks of the C allocator back to the system, where it is able to (glibc)."""
+    """Return freed blocks of the C allocator to the system, if the allocator can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """Return the group of this rank's pipeline stages; Megatron types it as optional."""
+    """Return the group of this rank's pipeline stages, which Megatron types as optional."""
     from megatron.core.parallel_state import get_pipeline_model_parallel_group
 
     group = get_pipeline_model_parallel_group()
@@ -301,7 +303,7 @@ def pipeline_group() -> dist.ProcessGroup:
 
 
 def gather(part: T, group: dist.ProcessGroup) -> list[T]:
-    """Gather one object of each rank of a group, on all of them."""
+    """Gather one object from each rank of a group on all ranks of the group."""
     if group.size() == 1:
         return [part]
 
@@ -311,6 +313,6 @@ def gather(part: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def gather_last(part: T, group: dist.ProcessGroup) -> list[T]:
-    """Gather the objects of the last pipeline stage's ranks, on the ranks of all stages."""
+    """Gather one object from each rank of the last pipeline stage on the ranks of all stages."""
     parts, stages = gather(part, group), pipeline_group()
     return parts if stages.size() == 1 else gather(parts, stages)[-1]

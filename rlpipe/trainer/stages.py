@@ -1,7 +1,8 @@
 """Pipeline parallelism: the tensors of a model's other stages, and their transfer to the first stage.
 
-Owns only names and transfer; passes between stages are Megatron's (`passes.schedule`). Every rank knows the
-name, shape and type of each tensor of each stage, so that all ranks cut the model into the same buckets.
+Owns only names and transfer of weights; Megatron runs the passes between stages (`passes.schedule`). Every
+rank knows the name, shape and dtype of each tensor of each stage, so that all ranks cut the model into the
+same buckets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EMBEDDING_COPY, TIED_HEAD = "embedding.word_embeddings.weight", "output_layer.we
 def full_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's parameters, then the routers' buffers, under their names in the full model.
 
-    LoRA adapters are left out: they are merged into the weights that they belong to.
+    LoRA adapters are omitted, as they are merged into the weights that they belong to.
     """
     buffers = (pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS.megatron))
     for name, tensor in chain(model.named_parameters(), buffers):
@@ -36,16 +37,16 @@ def full_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]]:
-    """List `full_names` of each stage; tensors of the other stages are on the meta device.
+    """List the result of `full_names` for each stage; tensors of other stages are on the meta device.
 
-    Collective over the stages when it is called for the first time.
+    The first call is collective over the stages.
     """
     stages = model.pg_collection.pp
     local = list(full_names(model))
     if stages.size() == 1:
         return [local]
 
-    # The stages exchange names and shapes once: they do not change.
+    # The stages exchange names and shapes only once, as these do not change.
     if model.stage_shapes is None:
         model.stage_shapes = runtime.gather([(name, t.shape, t.dtype) for name, t in local], stages)
 
@@ -70,7 +71,7 @@ def hand_over(
     stages: dist.ProcessGroup,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """Send full tensors from one stage to the first; return them there, None elsewhere.
+    """Send full tensors from one stage to the first; return them on the first stage, None on others.
 
     full: the tensors, on the rank of `stage` that holds them. blank: their shapes and types, for the rank of
     the first stage that receives them. Ranks of other pipelines do not call this.
@@ -97,7 +98,7 @@ def share(
     stages: dist.ProcessGroup,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Send full tensors from one stage to all others; return them on each, for arguments of `hand_over`."""
+    """Send full tensors from one stage to all others; return them on each. Arguments as in `hand_over`."""
     tensors = full or [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in blank]
     for tensor in tensors:
         dist.broadcast(tensor.contiguous(), group=stages, group_src=stage)
@@ -105,5 +106,5 @@ def share(
 
 
 def _full_prefix(model: PolicyModel, number: int) -> str:
-    """Return the prefix in the full model of this stage's layer `number`."""
+    """Return the prefix that layer `number` of this stage has in the full model."""
     return f"decoder.layers.{model.decoder.layers[number].layer_number - 1}"

@@ -1,8 +1,8 @@
-"""Reads a checkpoint without executing code that was written into it.
+"""Reads a checkpoint without executing code that it may contain.
 
-Megatron's format describes its tensors in a pickle, `.metadata`, and torch unpickles that file as well as
-objects among the tensors. Here `.metadata` is first read by a reader that accepts only names of the format,
-and objects are read as weights only.
+Megatron's format describes its tensors in a pickle, `.metadata`; torch unpickles this file, and also objects
+among the tensors. Here `.metadata` is first read by a reader that accepts only names of the format, and the
+objects are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def nothing_executed(directory: Path) -> Iterator[None]:
         except Exception as error:
             raise ValueError(f"{directory / '.metadata'} cannot be read: {error}.") from error
 
-    # torch.load reads this variable, even where its caller passes weights_only=False.
+    # torch.load obeys this variable even if its caller passes weights_only=False.
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:

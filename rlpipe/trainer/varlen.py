@@ -1,15 +1,15 @@
-"""Attention over branches on a GPU: two kernels a layer, however many branches there are.
+"""Attention over branches on a GPU: two kernels a layer for any number of branches.
 
-The same decomposition and gradients as in `attention.py`, by flash attention over sequences of different
-lengths, which are stored one after the other and separated by their bounds:
+The decomposition and gradients are the same as in `attention.py`. Flash attention runs over sequences of
+different lengths, which are stored one after the other and separated by their bounds:
 
     each branch to itself       causal     queries a a a b b | c c c ...     keys: the same tokens
     siblings to their context   full       queries b b c c c | d d   ...     keys: p p p p | p p a a ...
 
-Nothing is padded. Keys of a context are copied once for all branches that follow the same tokens, and their
-gradients are added at the keys they were copied from. The module calls the same operators of ATen as
-`torch.nn.attention.varlen`, but directly: the gradient of a part needs the normaliser over all keys, and that
-function passes only the part's normaliser.
+There is no padding. Keys of a context are copied once for all branches that follow the same tokens, and the
+gradients of the copies are added to those of the original keys. The module calls the same operators of ATen
+as `torch.nn.attention.varlen`, but directly: the gradient of a part needs the normaliser over all keys, and
+that function passes only the part's normaliser.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import torch
 from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.attention import index_of, merged_spans, put, take, widened
 
-State = tuple[torch.Tensor, ...]  # a forward call's random state, of a dropout that is 0 here
+State = tuple[torch.Tensor, ...]  # a forward call's random state for dropout, which is 0 here
 
 
 class Sequences(NamedTuple):
-    """One call of the kernel. queries, keys: indices of its tokens, None where all are taken in order.
+    """One call of the kernel. queries, keys: indices of its tokens, None for all tokens in order.
 
-    query_bounds, key_bounds: [n + 1] int32, where each sequence begins. longest: numbers of queries and keys.
+    query_bounds, key_bounds: [n + 1] int32, where each sequence begins. longest: largest number of queries
+    and of keys in a sequence.
     """
 
     queries: torch.Tensor | None
@@ -44,7 +45,8 @@ class Sequences(NamedTuple):
 class Joint(NamedTuple):
     """The result of attention to all keys of some queries.
 
-    grad: the gradient of `out`, both [Q, heads, d]. norm: [Q, heads]. state: of the forward call.
+    grad: the gradient of `out`; both are [Q, heads, d]. norm: [Q, heads]. state: random state of the forward
+    call.
     """
 
     grad: torch.Tensor
@@ -54,16 +56,16 @@ class Joint(NamedTuple):
 
 
 class VarlenPlan:
-    """The calls by which the queries of branches attend, the same in every layer.
+    """The kernel calls that compute the attention of branches; the same plan serves every layer.
 
-    to_self: of each branch to itself. to_context: of siblings to what they follow; None where no branch has a
-    context.
+    to_self: attends from each branch to itself. to_context: attends from siblings to the tokens they follow;
+    None if no branch has a context.
     """
 
     def __init__(
         self, branches: Sequence[Branch], selected: Sequence[int] | None, device: torch.device
     ) -> None:
-        """Plan the calls; selected: the branches with queries, by index (None: all)."""
+        """Plan the calls. selected: indices of the branches that have queries (None: all)."""
         chosen = list(range(len(branches)) if selected is None else selected)
         key_starts = [0, *accumulate(branch.length for branch in branches)]
         lengths = [branches[i].length for i in chosen]
@@ -106,7 +108,7 @@ class VarlenPlan:
 def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, plan: VarlenPlan, scale: float
 ) -> torch.Tensor:
-    """Do what `attention.branch_attention` does, on a GPU: query [1, heads, Q, d] -> the same."""
+    """Compute `attention.branch_attention` on a GPU: query [1, heads, Q, d] -> shape of query."""
     return _VarlenAttention.apply(query, key, value, plan, scale)
 
 
@@ -166,7 +168,7 @@ class _VarlenAttention(torch.autograd.Function):
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, State]:
-    """Compute attention [Q, heads, d] and its normalisers [Q, heads] by one call; returns its state too."""
+    """Compute attention [Q, heads, d], its normalisers [Q, heads] and the random state with one call."""
     rows, keys, values = take(q, sequences.queries), take(k, sequences.keys), take(v, sequences.keys)
     tensors = (x.contiguous() for x in (rows, keys, values))
     out, norm, state = varlen_forward(*tensors, sequences=sequences, scale=scale)
@@ -193,9 +195,9 @@ def varlen_backward(
     sequences: Sequences,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Call the kernel's gradient of q [Q, heads, d] and of k and v [K, groups, d], each of its shape.
+    """Compute the gradients of q [Q, heads, d] and of k and v [K, groups, d] with the kernel.
 
-    k and v may be a part of the keys that were attended to: joint has output and normaliser over all.
+    k and v may be only a part of the attended keys: joint has output and normaliser over all keys.
     """
     s = sequences
     arguments = s.query_bounds, s.key_bounds, *s.longest, 0.0, s.causal, *joint.state
@@ -206,7 +208,7 @@ def varlen_backward(
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return where sequences of these lengths begin, and the end of the last: [n + 1] int32.
+    """Return where sequences of these lengths begin, and where the last one ends: [n + 1] int32.
 
     >>> _bounds([2, 3], torch.device("cpu")).tolist()
     [0, 2, 5]

@@ -1,6 +1,6 @@
-"""Windows of an EAGLE-3 draft: drafted by its own steps after rows of texts, and read by the target.
+"""Windows of an EAGLE-3 draft: it drafts them after the tokens of texts, and the target reads them.
 
-Owns the passes that `drafts.windows.training` calls, over as many rows as the target's cache has.
+Owns the passes that `drafts.windows.training` calls; they read as many rows as the target's cache has.
 
     target over some rows          -> hidden states, features; its cache keeps the keys
     step 1 of the draft, all texts -> Q along the text, keys
@@ -8,10 +8,11 @@ Owns the passes that `drafts.windows.training` calls, over as many rows as the t
     target, W G K more             -> P after every draft, after the texts' keys
     target, K - 1 passes over W    -> the greedy window from each anchor
 
-Windows of a row are adjacent in its cache; each attends to its prefix and itself, as nodes of a tree do
-(`Target.span`). Drafts are exactly the engine's: deeper steps attend to step 1 of the prefix and their own.
+Windows of a row are adjacent in its cache; each attends to its prefix and itself, like the nodes of a tree
+(`Target.span`). Drafts are exactly the engine's: deeper steps attend to step 1 of the prefix and to earlier
+steps of their window.
 
-Differs from an MTP layer's in the head, which belongs to the draft and is trained.
+Unlike an MTP layer, the draft has its own head, which is trained.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from rlpipe.drafts.windows.rollout import SampledWindows, criticality_of
 class Pair:
     """A draft, and the target it drafts for.
 
-    target: its cache has `window_slots` slots after the texts. read: tokens [B, T] and lengths
-    [B] of at most `target.rows` rows -> hidden states [B * T, H], features [B, T, F]; writes their keys.
-    draft_cost: see `WindowDrafter`.
+    target: must have `window_slots` cache slots after the texts. read: tokens [B, T] and lengths [B] of at
+    most `target.rows` rows -> hidden states [B * T, H] and features [B, T, F]; it also writes the tokens'
+    keys. draft_cost: see `WindowDrafter`.
     """
 
     draft: Eagle3
@@ -49,9 +50,10 @@ class Pair:
     draft_cost: float
 
     def texts(self, micro_batch: MicroBatch, temperature: float) -> Iterator[Eagle3Windows]:
-        """Yield the trajectories of a micro-batch, as many as are read at once.
+        """Yield the trajectories of a micro-batch in parts that are read at once.
 
-        If each gradient is taken before the next, only graphs of a few rows are in memory.
+        If the caller runs the backward pass of each part before the next, only a few rows' graphs are in
+        memory.
         """
         batch = draft_batch(micro_batch, 1)
         if batch is None:
@@ -65,7 +67,7 @@ class Pair:
         for first in range(0, len(tokens), self.target.rows):
             part = slice(first, first + self.target.rows)
             longest = int(lengths[part].max())
-            in_part = (rows[:, 0] >= part.start) & (rows[:, 0] < part.stop)  # a turn has a first anchor
+            in_part = (rows[:, 0] >= part.start) & (rows[:, 0] < part.stop)  # every turn has a first anchor
             if in_part.any():
                 text = Eagle3Windows(
                     self,
@@ -82,9 +84,9 @@ class Pair:
 
 
 class Eagle3Windows:
-    """Implements `drafts.windows.training.WindowDrafter` on rows of the target's cache, once.
+    """A single-use `drafts.windows.rollout.WindowDrafter` on rows of the target's cache.
 
-    indices: [R, L] of each of the turns' tokens in the flat view of the rows. anchors: [W] positions t.
+    indices: [R, L], index of each token of the turns in the flattened rows. anchors: [W], positions t.
     """
 
     owners: np.ndarray
@@ -99,7 +101,7 @@ class Eagle3Windows:
     def __init__(
         self, pair: Pair, tokens: np.ndarray, ahead: np.ndarray, *, lengths: np.ndarray, temperature: float
     ) -> None:
-        """Read the texts. tokens, ahead: [B, T] read by target and draft. lengths: [B]."""
+        """Read the texts: the target reads tokens [B, T], the draft reads `ahead` [B, T]. lengths: [B]."""
         self._pair, self._draft, self._target = pair, pair.draft, pair.target
         self.vocab, self.known = pair.draft.shape.vocab, pair.draft.ids
         self._shape, self._temperature = tokens.shape, temperature
@@ -172,21 +174,21 @@ class Eagle3Windows:
 
 
 class _Ahead:
-    """Windows that the target reads after texts whose keys are in its cache.
+    """Windows that the target reads after texts; the keys of the texts are in its cache.
 
-    rows: [W] ascending, as many windows for each row that has any. anchors: [W]. shape: [B, T] of the texts.
+    rows: [W] ascending; every row with windows has the same number. anchors: [W]. shape: [B, T] of the texts.
     """
 
     def __init__(self, target: Target, *, rows: Tensor, anchors: Tensor, shape: tuple[int, int]) -> None:
         self._target, self._rows, self._anchors = target, rows, anchors
         self._count, self._length = shape
         self._width = int(rows.bincount().max())
-        self._columns = torch.arange(len(rows), device=rows.device) % self._width  # among windows of the row
+        self._columns = torch.arange(len(rows), device=rows.device) % self._width  # among the row's windows
 
     def read(self, drafts: list[Tensor]) -> Tensor:
         """Compute hidden states [W, G, K, H] after each token that follows a window's prefix, 0 .. t + 1.
 
-        drafts: [W, G, k] to be concatenated, K in all.
+        drafts: tensors [W, G, k], which are concatenated to K tokens.
         """
         tokens = torch.cat(drafts, 2)
         (_, group, depths), device = tokens.shape, tokens.device
@@ -201,7 +203,7 @@ class _Ahead:
         prefix_lengths[index] = self._anchors[:, None, None] + 2
         positions[index] = prefix_lengths[index] + torch.arange(depths, device=device)
 
-        # A token attends to the prefix of its window, and to the window up to itself.
+        # A token attends to its window's prefix, and to the tokens of the window up to itself.
         window = columns // depths
         same_window = (window[:, None] == window) & (columns[:, None] >= columns)
         past = torch.arange(self._length, device=device) >= prefix_lengths.flatten(1)[..., None]
@@ -219,9 +221,9 @@ def window_slots(config: PpowConfig, depths: int) -> int:
 
 
 def draft_cost(draft: Eagle3, target: Mapping[str, Tensor]) -> float:
-    """Return the draft's parameters over those of the target's layers, without embedding and heads.
+    """Return the draft's number of parameters divided by the target's, without embedding and heads.
 
-    target: its weights by HF name.
+    target: the target's weights by HF name.
     """
     parameters = sum(p.numel() for name, p in draft.named_parameters() if not name.startswith("lm_head"))
     return parameters / sum(

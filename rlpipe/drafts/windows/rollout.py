@@ -1,4 +1,4 @@
-"""Data of a rollout of windows: sampled windows, drafts, verification; and the Protocol of a drafter."""
+"""Data of a rollout of windows (sampled windows, drafts, verification), and the Protocol of a drafter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from rlpipe.drafts.windows.selection import criticality, learnable_kl
 
-PART_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of the drafter's log-probabilities held at once
+PART_BYTES = {"cuda": 2**27, "cpu": 2**24}  # the drafter's log-probabilities in memory at once
 
 
 @dataclass(slots=True, kw_only=True)
 class SampledWindows:
-    """W windows, and the uniforms of the G drafts from each.
+    """W sampled windows, and the uniform random numbers for the G drafts from each.
 
-    owners: [W] row of the micro-batch, ascending. turns, columns: [W] indices of each anchor among the turns.
-    scores: [W]. draft_uniforms, coins: [W, G, K] float64, on the CPU.
+    owners: [W] row of the micro-batch, ascending. turns, columns: [W], turn of each anchor and index within
+    it. scores: [W]. draft_uniforms, coins: [W, G, K] float64, on the CPU.
     """
 
     owners: np.ndarray
@@ -33,10 +33,10 @@ class SampledWindows:
 
 @dataclass(slots=True, kw_only=True)
 class Verified:
-    """Verification of the drafts, each [W, G].
+    """Result of verifying the drafts; each tensor is [W, G].
 
-    rewards: those of the objective. gap: distance to the target's greedy window in nats, 0 where R_dist is
-    not used. close: R_dist is earned although no draft is accepted.
+    rewards: computed by the objective. gap: distance to the target's greedy window in nats, 0 where R_dist is
+    not used. close: whether no draft is accepted but R_dist is earned.
     """
 
     num_accepted: torch.Tensor
@@ -48,10 +48,10 @@ class Verified:
 class WindowDrafter(Protocol):
     """A drafter and its target on some texts that both have read.
 
-    owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows:
-    number of each row's trajectory in the batch. vocab: V of every distribution, which is log-probabilities
-    over the full vocabulary. known: tokens of the drafter's vocabulary, None for all. Passes return hidden
-    states; `draft_logprobs` and `target_logprobs` compute distributions from some of them, so that at most
+    owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows: for each
+    row, the number of its trajectory in the batch. vocab: V. Distributions are log-probabilities over the
+    full vocabulary. known: tokens of the drafter's vocabulary, None for all. The passes return hidden states.
+    `draft_logprobs` and `target_logprobs` compute distributions from some of these, so that at most
     `PART_BYTES` of distributions exist at once.
     """
 
@@ -68,7 +68,7 @@ class WindowDrafter(Protocol):
         ...
 
     def criticality(self) -> torch.Tensor:
-        """Return [R, L]: the criticality of the first draft from each token of the turns; 0 without one."""
+        """Return the criticality [R, L] of the first draft from each token of the turns, 0 if it has none."""
         ...
 
     def start(self, windows: SampledWindows, group: int) -> torch.device:
@@ -76,9 +76,9 @@ class WindowDrafter(Protocol):
         ...
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Return states of the drafter after its last tokens [W, G]: [W, G, H], with a graph.
+        """Return states [W, G, H] of the drafter after its last tokens [W, G], with a graph.
 
-        At first tokens is None, and the G drafts of a window share a state: [W, 1, H].
+        In the first call tokens is None and the G drafts of a window share a state: the result is [W, 1, H].
         """
         ...
 
@@ -105,11 +105,11 @@ class WindowDrafter(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Drafts:
-    """Drafts from some windows. Distributions are computed on request, and not stored.
+    """Drafts from some windows. Distributions are computed on request and are not stored.
 
-    tokens: [W, G, K]. states: of the drafter before each draft, with a graph, [W, 1, H] and then K - 1 times
-    [W, G, H]. first, read: states of the target, [W, H] at the first draft and [W, G, K, H] after each draft.
-    draft_cost: of a draft, in verify steps.
+    tokens: [W, G, K]. states: K states of the drafter, one before each draft, with a graph: the first is
+    [W, 1, H], the others [W, G, H]. first, read: states of the target, [W, H] at the first draft and
+    [W, G, K, H] after each draft. draft_cost: cost of a draft token, in verify steps.
     """
 
     text: WindowDrafter
@@ -122,13 +122,13 @@ class Drafts:
 
     @property
     def logprobs(self) -> torch.Tensor:
-        """Compute [W, G, K, V] of the drafter at each draft; with a graph."""
+        """Compute the drafter's log-probabilities [W, G, K, V] at each draft, with a graph."""
         shape = (*self.tokens.shape[:2], -1)
         return torch.stack([self.text.draft_logprobs(state).expand(shape) for state in self.states], 2)
 
     @property
     def target_logprobs(self) -> torch.Tensor:
-        """Compute [W, G, K + 1, V] of the target at each draft and after the last one."""
+        """Compute the target's log-probabilities [W, G, K + 1, V] at each draft and after the last one."""
         with torch.no_grad():
             first = self.text.target_logprobs(self.first)[:, None, None]
             first = first.expand(-1, self.tokens.shape[1], -1, -1)
@@ -175,8 +175,8 @@ class Rollout(Drafts):
 def criticality_of(text: WindowDrafter, states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Compute the criticality of positions, for any vocabulary of the drafter (`learnable_kl`).
 
-    states: of the drafter [N, H]. target: of the target, where it predicts the same tokens [N, H]. Returns
-    [N]; distributions of as many positions as `PART_BYTES` holds exist at once.
+    states: [N, H] of the drafter. target: [N, H] of the target where it predicts the same tokens. Returns
+    [N]. Distributions are computed for parts of the positions, of `PART_BYTES` at most.
     """
     scores = [torch.zeros(0, device=states.device)]
     for part in window_parts(len(states), 1, 1, vocab=text.vocab, device=states.device):
@@ -187,7 +187,7 @@ def criticality_of(text: WindowDrafter, states: torch.Tensor, target: torch.Tens
 
 
 def window_parts(windows: int, group: int, depths: int, *, vocab: int, device: torch.device) -> list[slice]:
-    """Return slices of windows, at least one each, whose float32 log-probabilities fill `PART_BYTES`.
+    """Return slices of windows; the float32 log-probabilities of a slice fit in `PART_BYTES` if possible.
 
     >>> window_parts(5, 8, 3, vocab=2**16, device=torch.device("cpu"))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]

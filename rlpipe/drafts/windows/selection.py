@@ -1,7 +1,7 @@
 """Selects the windows to train on: Adaptive Divergence-Aware Windowing (PPOW §4.2, App. A.3).
 
-P is the target and Q the drafter at a position, both after the tokens of the target's own text. A window is
-the K positions j .. j + K - 1. Entropy and divergence are computed by the passes over the vocabulary.
+P is the target's and Q the drafter's distribution at a position, both after the tokens of a text of the
+target. A window is the K positions j .. j + K - 1. The caller computes entropy and divergence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def confidence(entropy: Tensor, vocab: int) -> Tensor:
-    """Compute C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (a single token). H in nats, [...] -> [...].
+    """Compute C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (one token); entropy H in nats, [...] -> same.
 
     >>> confidence(torch.tensor([0.0, math.log(4)]), vocab=4).tolist()
     [1.0, 0.0]
@@ -22,16 +22,16 @@ def confidence(entropy: Tensor, vocab: int) -> Tensor:
 
 
 def criticality(entropy: Tensor, kl: Tensor, vocab: int) -> Tensor:
-    """Compute v = C(P) KL(P || Q) in nats, large where a confident target is missed: [...] twice -> [...]."""
+    """Compute v = C(P) KL(P || Q), nats: large where Q misses a confident target. [...] twice -> [...]."""
     return confidence(entropy, vocab) * kl.clamp(min=0)
 
 
 def learnable_kl(log_p: Tensor, log_q: Tensor, ids: Tensor | None) -> Tensor:
-    """Compute KL(P || Q) minus the part that no training can lower, in nats: [..., V] twice -> [...].
+    """Compute KL(P || Q) without the part that training cannot lower, in nats: [..., V] twice -> [...].
 
-    With S the draft's vocabulary (ids [S], None for all) the chain rule gives
-    KL = KL(P(S) || Q(S)) + P(S) KL(P(. | S) || Q(. | S)). Q(S) is fixed, and the first term about 60 P(not S)
-    (`drafts.vocabulary.OUTSIDE`); the second is returned.
+    With S the draft's vocabulary (ids [S], None for all) the chain rule gives KL = KL(P(S) || Q(S)) + P(S)
+    KL(P(. | S) || Q(. | S)). Q(S) is fixed, so the first term is constant, about 60 P(not S)
+    (`drafts.vocabulary.OUTSIDE`). Returns the second term.
 
     >>> p, q = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([0.5, 0.5, 1e-26]).log()
     >>> learnable_kl(p, q, None) > 20, round(learnable_kl(p, q, torch.tensor([0, 1])).item(), 4)
@@ -60,8 +60,8 @@ def window_scores(critical: Tensor, length: int) -> Tensor:
 def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 0) -> float:
     """Return the share of windows sampled by score at a step, 0-based, of `steps`.
 
-    0 in the first `after` steps, then linear from start to end. A run that is no longer than `after` has no
-    step of ADAW.
+    It is 0 in the first `after` steps, then changes linearly from start to end. If steps <= after it is
+    always 0.
 
     >>> [hard_share(step, 4, start=0.2, end=0.8, after=1) for step in range(4)]
     [0.0, 0.2, 0.5, 0.8]
@@ -75,8 +75,8 @@ def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 
 def window_distribution(scores: Tensor, hard: float) -> Tensor:
     """Compute the probability of each window: hard * s_j / sum s + (1 - hard) / n. [n] -> [n].
 
-    The uniform part is the paper's "other windows"; where all scores are 0 it has all of the mass.
-    If some scores are infinite, they share the hard part equally and finite ones get none of it.
+    The uniform part is the paper's "other windows"; if all scores are 0 it has the full mass. If some scores
+    are infinite, these windows share the hard part equally and the others get none of it.
     """
     weights = scores.isinf().double() if scores.isinf().any() else scores.double()
     uniform = torch.full_like(weights, 1 / len(weights))

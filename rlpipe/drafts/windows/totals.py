@@ -25,8 +25,8 @@ class Total(IntEnum):
     REWARD = auto()
     ACCEPTED = auto()
     REJECTED = auto()  # windows without an accepted draft
-    CLOSE = auto()  # of these, those that earn R_dist
-    EVEN = auto()  # windows whose reward equals that of all siblings: no advantage
+    CLOSE = auto()  # rejected windows that earn R_dist
+    EVEN = auto()  # windows with the same reward as all siblings: no advantage
     KL = auto()
     CLIPPED = auto()
     SCORE = auto()
@@ -35,7 +35,7 @@ class Total(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class PpowTotals:
-    """sums: [len(Total)] float64, on the device; they add over micro-batches and ranks."""
+    """Totals of windows. sums: [len(Total)] float64, on the device; add them over micro-batches and ranks."""
 
     sums: Tensor
 

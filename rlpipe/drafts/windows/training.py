@@ -6,16 +6,16 @@
     P along a greedy window   from each anchor, where R_dist counts
 
 An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, as in a verify step of the engine. Owns the
-randomness, the order of the passes and the rewards. The passes are those of a `WindowDrafter` (`trainer.ppow`
-for an MTP layer, `drafts.windows.eagle3` for an EAGLE-3 draft), verification is `rlpipe.spec.verify`, the
-loss `drafts.objectives.windows`.
+randomness, the order of the passes and the rewards. A `WindowDrafter` runs the passes (`trainer.ppow` for an
+MTP layer, `drafts.windows.eagle3` for an EAGLE-3 draft). Verification is in `rlpipe.spec.verify`, the loss in
+`drafts.objectives.windows`.
 
 All randomness comes from (seed, step, trajectory), so windows, drafts and coins do not depend on how
 trajectories are divided into micro-batches and ranks.
 
 Distributions exist for a part of the windows at a time (`rollout.window_parts`): while tokens are sampled,
-while they are verified, and in the loss, which is checkpointed. So memory is linear in the vocabulary,
-bounded by a small multiple of `PART_BYTES` or by the G K V numbers of one window. For all windows, only
+while they are verified, and in the loss, which is checkpointed. So memory for distributions is at most a
+small multiple of `PART_BYTES`, or of one window's G K V numbers if these are more. For all windows, only
 states [W, G, K, H] and tokens are stored.
 """
 
@@ -49,9 +49,9 @@ from rlpipe.spec.sampling import sample_cdf
 
 
 class WindowTraining:
-    """An objective on windows with its settings.
+    """An objective on windows, with its settings.
 
-    depths: drafts of a window, K. steps: updates of the run; the curriculum ends there.
+    depths: drafts of a window, K. steps: updates of the run; the curriculum ends with the last one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WindowTraining:
         self._depths, self._steps, self._seed = depths, steps, seed
 
     def loss(self, text: WindowDrafter, step: int) -> tuple[torch.Tensor, PpowTotals] | None:
-        """Compute the sum over drafts of the loss, which trains only the drafter, and totals.
+        """Compute the loss summed over drafts, which trains only the drafter, and totals.
 
         step: updates so far. Returns None where no turn is long enough for a window.
         """
@@ -72,7 +72,7 @@ class WindowTraining:
         if len(parts) == 1:
             return self._objective.loss(rollout, hard, self._config)
 
-        # Distributions of a part are freed when its loss is known, and computed again for its gradient.
+        # The distributions of a part are freed after its loss, and computed again for its gradient.
         def run(part: Rollout, *states: torch.Tensor) -> tuple[torch.Tensor, PpowTotals]:
             return self._objective.loss(replace(part, states=states), hard, self._config)
 
@@ -127,10 +127,10 @@ class WindowTraining:
     def _sample(
         self, text: WindowDrafter, scores: torch.Tensor, *, complete: torch.Tensor, step: int
     ) -> SampledWindows:
-        """Sample `ppow.windows` windows of each trajectory that has any.
+        """Sample `ppow.windows` windows from each trajectory that has a complete one.
 
-        scores: [R, S >= 1] of the window at each anchor. complete: [R, >= S] bool, whether all drafts of the
-        window are within the turn; some are. On the CPU.
+        scores: [R, S >= 1], the score of the window at each anchor. complete: [R, >= S] bool, whether all
+        drafts of the window are within the turn; at least one window is complete. Tensors are on the CPU.
         """
         config, indices, owners, chosen, uniforms = self._config, [], [], [], []
         for owner in np.unique(text.owners):
@@ -174,11 +174,11 @@ class WindowTraining:
                 part.logprobs.flatten(0, 1).exp(),
                 log_p.flatten(0, 1).exp(),
                 coins.flatten(0, 1),
-                torch.zeros_like(coins[..., 0]).flatten(),  # no token after the window is needed
+                torch.zeros_like(coins[..., 0]).flatten(),  # the token after the window is not used
             )
             accepted = verdict.num_accepted.view(tokens.shape[:2])
 
-            # R_dist compares the drafts with the window that the target would write greedily.
+            # R_dist compares the drafts with the target's greedy window.
             gap = torch.zeros_like(accepted, dtype=torch.float32)
             if greedy is not None:
                 gap = proximity_gap(greedy[rows][:, None], logprobs_of(log_p[:, :, :-1], tokens))
@@ -197,7 +197,7 @@ class WindowTraining:
         return Verified(num_accepted=accepted, rewards=rewards, gap=gap, close=close)
 
     def _greedy_logprobs(self, drafts: Drafts) -> torch.Tensor:
-        """Compute log-probabilities [W, K] of the window that the target would write greedily."""
+        """Compute the target's log-probabilities [W, K] of its greedy window."""
         text, states, best = drafts.text, drafts.first, []
         for depth in range(self._depths):
             largest, token = text.target_logprobs(states).max(-1)
@@ -213,7 +213,7 @@ def _sampled(
 ) -> torch.Tensor:
     """Sample a token after each state: [W, G or 1, H] and uniforms [W, G] -> [W, G].
 
-    depths: K. Windows are taken in the parts of `window_parts`.
+    depths: K. Windows are processed in the parts that `window_parts` returns.
     """
     tokens = []
     windows, group = uniforms.shape
@@ -224,6 +224,6 @@ def _sampled(
 
 
 def _generator(seed: int, step: int, row: int) -> torch.Generator:
-    """Return the random generator of a trajectory's windows in a step."""
+    """Return the random generator for one trajectory's windows in one step."""
     state = np.random.SeedSequence((seed % 2**64, step, row)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
