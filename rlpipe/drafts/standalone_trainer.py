@@ -269,7 +269,7 @@ class DraftTrainer:
     def _logits(
         self, states: torch.Tensor, hidden: torch.Tensor, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits of draft and target [n, K, V] at anchors `indices`; states: theirs, [n, K, H]."""
+        """Compute logits [n, K, V] of draft and target at anchors `indices`; states: [n, K, H], draft's."""
         depths = self._settings.depths
         with self._autocast():
             draft = self._draft.logits(states)

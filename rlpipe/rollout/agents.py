@@ -1,7 +1,7 @@
-"""The interface between the collector and an endpoint through which agents talk to the model.
+"""The interface between the collector and an endpoint where agents send requests to the model.
 
-`rlpipe.serve` implements it: the collector hands over an attempt, the agent talks to the endpoint, and the
-collector gets the conversations back.
+`rlpipe.serve` implements it. The collector opens an attempt, the agent sends requests to the endpoint, and
+the collector gets the conversations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from rlpipe.types import GenerateResult, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class AgentAttempt:
-    """One attempt of an agent, as served by an endpoint.
+    """One attempt of an agent, which an endpoint serves.
 
-    trajectory: empty; gets the conversations. session_id: of the attempt; each conversation has one derived
-    from it. generate: generates a turn, and continues those that an abort cut off. end_session: frees what
-    the engine caches for a conversation. max_turns: of all conversations together. max_context: tokens of
-    one. max_new_tokens: of a turn. top_logprobs: recorded with each token.
+    trajectory: empty; the conversations are added to it. session_id: id of the attempt, from which each
+    conversation's id is derived. generate: generates a turn, and continues it after an abort. end_session:
+    frees the engine's cache for a conversation. max_turns: limit over all conversations. max_context: limit
+    of a conversation in tokens. max_new_tokens: limit of a turn. top_logprobs: how many to record with each
+    token.
     """
 
     trajectory: Trajectory
@@ -38,11 +39,11 @@ class AgentAttempt:
 
 
 class AgentSession(Protocol):
-    """An attempt while it is served.
+    """An attempt that is being served.
 
-    limit: "max_turns" or "context" once a request was refused for it, else "". cut: some turn used up its
-    tokens. failure: what the engine failed with; every later request is refused. texts: of the turns, in
-    order.
+    limit: "max_turns" or "context" once a request was refused because of this limit, else "". cut: whether a
+    turn used up its tokens. failure: the engine's exception, if any; every later request is refused. texts:
+    texts of the turns, in order.
     """
 
     address: AgentAddress
@@ -52,14 +53,14 @@ class AgentSession(Protocol):
     texts: list[str]
 
     async def close(self) -> None:
-        """Refuse further requests, end those that run, and write everything recorded to the trajectory."""
+        """Refuse further requests, end running ones, and write all recorded data to the trajectory."""
 
 
 class AgentEndpoint(Protocol):
     """Serves attempts of agents."""
 
     async def open(self, attempt: AgentAttempt) -> AgentSession:
-        """Serve an attempt from here on."""
+        """Start to serve an attempt."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One attempt at a trajectory: the task, the state so far, and how it ended."""
+"""One attempt at a trajectory: its task, its state so far, and why it ended."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from rlpipe.rollout.environment_threads import EnvironmentHung
 from rlpipe.types import Trajectory, TrajectoryStatus
 
 MAX_TEXT = 2000  # characters of each action and observation that are recorded for display
-_MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
+_MAX_ERROR = 500  # characters of an error message, which may quote text of a model
 
 
 class ExitReason(StrEnum):
     """Why a trajectory ended."""
 
-    DONE = "done"  # the episode ended it: submitted, answered
-    TRUNCATED = "truncated"  # the episode ended it by one of its own limits
+    DONE = "done"  # the episode ended it, after a submission or an answer
+    TRUNCATED = "truncated"  # the episode ended it because of the episode's own limit
     MAX_TURNS = "max_turns"
     CONTEXT = "context"  # the next turn does not fit into the context
     PROMPT = "prompt"  # masked: not even the first turn fits
     INFRASTRUCTURE = "infrastructure"  # masked
-    ERROR = "error"  # masked: the environment raised something else, or broke its contract
-    CLOSED = "closed"  # masked: the collector was closed meanwhile
+    ERROR = "error"  # masked: the environment raised another exception, or broke its contract
+    CLOSED = "closed"  # masked: the collector was closed during it
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Task:
     """One trajectory to roll out; its attempts may fail and be repeated.
 
-    seed: of the sampling; the environment's is derived from it. number: of the attempt among its siblings.
-    top_logprobs, record, routes: what the engine returns in addition to the tokens, see `SamplingParams`.
+    seed: seed of the sampling; the environment's seed is derived from it. number: index of the attempt among
+    its siblings. top_logprobs, record, routes: data that the engine returns in addition to the tokens, see
+    `SamplingParams`.
     """
 
     trajectory_id: str
@@ -55,10 +56,10 @@ class Task:
 class Attempt:
     """One attempt at a task.
 
-    gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
-    cut: a turn used up its tokens before the model ended it.
-    turns: texts for display. rewards, actions: of each turn so far.
-    stored: tokens of its conversations and of those of its game, by session id.
+    gen_seconds, env_seconds: time spent waiting for engine and environment. sandbox_seconds: time inside the
+    environment's calls. cut: whether a turn used up its tokens before the model ended it. turns: texts for
+    display. rewards, actions: one for each turn so far. stored: by session id, the tokens of its
+    conversations; in a game, of all seats' conversations.
     """
 
     task: Task
@@ -77,7 +78,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Count the seconds of a call of the environment, and mark its exceptions as the environment's."""
+        """Time a call of the environment, and raise its exceptions as `EnvironmentRaised`."""
         started = time.monotonic()
         try:
             yield
@@ -97,7 +98,7 @@ class Attempt:
         self.trajectory.info |= step.info
 
     def mask(self, reason: ExitReason, error: BaseException) -> None:
-        """Take the reward from the trajectory, and record why."""
+        """Mask the trajectory: remove its reward, and record the reason."""
         trajectory = self.trajectory
         trajectory.status = TrajectoryStatus.MASKED
         trajectory.reward, trajectory.turn_rewards = None, []
@@ -120,7 +121,7 @@ class EnvironmentRaised(Exception):
 
 
 def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
-    """Return the failure in one line, and the innermost line of the user's code in its traceback."""
+    """Return the failure in one line, and the innermost line of user code in the traceback."""
     text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
     if isinstance(error, EnvironmentHung):
         return {"error": text[:_MAX_ERROR], "place": error.place}

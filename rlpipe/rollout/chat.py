@@ -1,8 +1,8 @@
 """Chat messages to token ids and back, for any Hugging Face chat template.
 
-Owns the tokens between sampled turns. Sampled tokens are never decoded and encoded again. The tokens after a
-turn come from rendering a conversation with a marker as the assistant's text and taking the part after the
-marker. Text from outside (tool output) can never become a special token.
+Owns the tokens between sampled turns. Sampled tokens are never decoded and encoded again. To get the tokens
+after a turn, a conversation with a marker as the assistant's text is rendered, and the part after the marker
+is encoded. Text from outside (tool output) can never become a special token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Tools = Sequence[dict[str, Any]]
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a checkpoint directory.
 
-    transformers selects a class by the model's type, and warns at each load of a type that it does not know,
-    such as mimo. It then continues with a config without a type, which is passed here from the start.
+    transformers selects a class by the model's type. It warns at each load of an unknown type, such as mimo,
+    and then uses a config without a type. Here such a config is passed from the start.
     """
     from transformers import AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -55,7 +55,7 @@ class ChatFormat:
 
         self._tokenizer = tokenizer
         self._token_texts: dict[int, str] = {}
-        # Longest first, so that a token that contains another is broken up before the shorter one.
+        # Longest first, so that a token that contains a shorter one is broken up before it.
         self._special = sorted(
             {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
             | set(tokenizer.all_special_tokens),
@@ -63,7 +63,7 @@ class ChatFormat:
             reverse=True,
         )
 
-        # The first special token after an assistant's text ends a turn, as does the end of text.
+        # A turn ends with the first special token after an assistant's text, or with the end of text.
         special_ids = [tokenizer.convert_tokens_to_ids(token) for token in self._special]
         closing = self._encode(self._after_turn([], generate=False))
         ends = [token for token in closing if token in special_ids][:1]
@@ -81,18 +81,18 @@ class ChatFormat:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ChatFormat:
-        """Read a checkpoint directory's tokenizer; generation_config may name further stop tokens."""
+        """Read a checkpoint directory's tokenizer, and further stop tokens from its generation_config."""
         file = Path(path) / "generation_config.json"
         eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
         return cls(read_tokenizer(path), stops)
 
     def initial(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Return the full prompt of a first turn, generation prompt included. tools: see `check_tools`."""
+        """Return the prompt of a first turn, including the generation prompt. tools: see `check_tools`."""
         return self._encode(self._render(messages, generate=True, tools=tools))
 
     def harmless(self, value: object) -> Any:
-        """Return JSON values with the special tokens in their texts broken up, so that they stay text."""
+        """Copy JSON values and break up the special tokens in their texts, so that they stay plain text."""
         if isinstance(value, str):
             return self._defuse(value)
         if isinstance(value, Mapping):
@@ -100,9 +100,9 @@ class ChatFormat:
         return [self.harmless(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> str:
-        """Return a conversation as the template writes it, generation prompt included.
+        """Return a conversation as the template writes it, including the generation prompt.
 
-        Special tokens spelled out in its texts count as such: call `harmless` first.
+        A special token spelled out in a message would be recognised as one: call `harmless` first.
         """
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -118,12 +118,12 @@ class ChatFormat:
         return self._encode(text)
 
     def following(self, text: str, *, before: str, last_id: int) -> list[int] | None:
-        """Return the tokens that continue a sampled turn so that all tokens together are a rendered text's.
+        """Return the tokens that extend a sampled turn to the tokens of a longer rendered text.
 
-        text: of the whole conversation, as `rendered` returns it. before: the text of all tokens up to the
-        end of the turn, without its stop token. last_id: the turn's last token.
-        None if the template writes the earlier text differently or ends the turn with another token, or if
-        the new text has other tokens than it would have after this one.
+        text: the full conversation, from `rendered`. before: the text of all tokens up to the end of the
+        turn, without its stop token. last_id: the turn's last token. Returns None if the template now writes
+        the earlier text differently or ends the turn with another token, or if the tokens of the new text
+        would not decode to this text after last_id.
         """
         if not text.startswith(before):
             return None
@@ -134,7 +134,7 @@ class ChatFormat:
                 return None
             ids, rest = ids[1:], rest.removeprefix(self._text([last_id]))
 
-        # Some tokenizers put a space before what they assume is the beginning of a text.
+        # Some tokenizers put a space at the beginning of a text.
         return ids if ids and self._text([last_id, *ids]) == self._text([last_id]) + rest else None
 
     def check_tools(self, tools: Tools) -> None:
@@ -149,8 +149,8 @@ class ChatFormat:
     def continuation(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> list[int]:
         """Return the tokens after a sampled turn, up to and including the next generation prompt.
 
-        messages: the environment's answer. turn_ids: the sampled turn. If it has no stop token at its
-        end, the closing of the turn comes first; else the tokens start after that stop token.
+        messages: the environment's answer. turn_ids: the sampled turn. If it does not end with a stop token,
+        the result begins with the tokens that close the turn; else it begins after the stop token.
         """
         ids = self._encode(self._after_turn(messages, generate=True))
         if turn_ids and turn_ids[-1] in self.stop_token_ids:
@@ -162,8 +162,8 @@ class ChatFormat:
     def observation(self, answer: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return an environment's answer as messages that the template renders.
 
-        A text, and a message of the role tool, get `observation_role`. Raises ValueError for another role
-        that the template refuses or omits.
+        A plain text and a message of role "tool" get `observation_role`. Raises ValueError for another role
+        if the template refuses or omits it.
         """
         if isinstance(answer, str):
             return [{"role": self.observation_role, "content": answer}]
@@ -187,7 +187,7 @@ class ChatFormat:
         return self._text(ids)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of every token by itself; part of a character is the replacement character."""
+        """Decode each token separately; parts of a character become the replacement character."""
         for token in set(ids) - self._token_texts.keys():
             self._token_texts[token] = self._text([token])
         return [self._token_texts[token] for token in ids]
@@ -206,7 +206,7 @@ class ChatFormat:
         return text.split(_MARKER, 1)[1]
 
     def _render(self, messages: Sequence[Message], *, generate: bool, tools: Tools | None = None) -> str:
-        """Render messages by the chat template, with special tokens in texts made harmless."""
+        """Render messages with the chat template, with special tokens in their texts made harmless."""
         harmless = [
             {key: self._defuse(value) if isinstance(value, str) else value for key, value in message.items()}
             for message in messages
@@ -221,14 +221,14 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _defuse(self, text: str) -> str:
-        """Break up every special token spelled out in a text, so that it stays text."""
+        """Break up every special token spelled out in a text, so that it stays plain text."""
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text
 
     def _follows_a_turn(self, role: str) -> bool:
-        """Whether the template renders a message of that role after an assistant's."""
+        """Return whether the template renders a message of a role after an assistant's message."""
         from jinja2.exceptions import TemplateError
 
         if role not in self._roles:

@@ -1,4 +1,4 @@
-"""Rolls prompts out: engine and environment take turns until an episode ends.
+"""Rolls out prompts: engine and environment alternate until an episode ends.
 
     collect(prompt) -> group_size trajectories at once, each: generate -> step -> append -> generate ...
 
@@ -8,13 +8,12 @@
 |                             | steps run in one loop of a thread of its own                   |
 | an agent (`run_agent`)      | its own return; it has the endpoint generate meanwhile         |
 
-Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
-infrastructure, which includes a call that hangs (`environment_threads`), repeats the full trajectory with the
-same seeds; when its retries are used up, the trajectory is MASKED.
-The seats of a game (`envs.base.Game`) run at once, with a trajectory each; the failure of one repeats or
-masks all. Any other exception of an environment, or an answer that breaks its contract, masks the trajectory
-at once. Only a failure of the engine leaves `collect` as an exception. An aborted turn is continued from its
-last token, so aborting never loses tokens.
+Owns the order of tokens in a trajectory, its seeds, retries and limits. After a failure of the environment's
+infrastructure, such as a call that hangs (`environment_threads`), the full trajectory is repeated with the
+same seeds; after the last retry it is MASKED. The seats of a game (`envs.base.Game`) run concurrently, each
+with its own trajectory; if one fails, all are repeated or masked. Any other exception of an environment, or
+an answer that breaks its contract, masks the trajectory without a retry. Only a failure of the engine leaves
+`collect` as an exception. An aborted turn is continued from its last token, so aborting never loses tokens.
 """
 
 from __future__ import annotations
@@ -71,20 +70,21 @@ if TYPE_CHECKING:
     from rlpipe.config.rollout import RolloutConfig
 
 T = TypeVar("T")
-_CLOSE_S = 3.0  # limit for closing an episode that hangs or was abandoned, and for all of them at the end
+_CLOSE_S = 3.0  # limit for closing an episode that hangs or was abandoned, and for all episodes at the end
 
 
 class Collector:
-    """Rolls out any number of groups at once from one event loop.
+    """Rolls out any number of groups concurrently in one event loop.
 
-    rollout: `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
-        `concurrent_groups`, and `max_running`, which bounds the trajectories of an evaluation.
-    env: `threads`, `step_timeout_s` and `retries`. Turns are limited by the suite.
-    top_logprobs: number that the engine returns with each token of `collect`; `evaluate` requests none.
+    rollout: the settings `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
+        `concurrent_groups`, and `max_running`, the limit of concurrent trajectories in an evaluation. env:
+        the settings `threads`, `step_timeout_s` and `retries`. The suite limits the number of turns.
+    top_logprobs: how many the engine returns with each token in `collect`; `evaluate` requests none.
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
-    spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
-    agents: serves the attempts of episodes that are an `AgentEpisode`; needed only by suites that have them.
-    kv_budget: delays attempts whose keys and values the engine could not store; None starts all at once.
+    spans: records "generate" and "env" of every turn, with a lane for each running trajectory.
+    agents: serves the attempts of episodes of type `AgentEpisode`; needed only by suites with such episodes.
+    kv_budget: delays attempts while the engine has no capacity for their keys and values; None: start all at
+    once.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Collector:
         self._threads = EnvironmentThreads(env.threads, env.step_timeout_s)
         self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
         self._running: set[asyncio.Future[None]] = set()
-        # A prompt may be rolled out again before the engine has ended its first session.
+        # Numbers sessions, as a prompt may be rolled out again before the engine has ended its first session.
         self._sessions = count()
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
@@ -149,7 +149,7 @@ class Collector:
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Roll out each instance `samples` times, in order, at most `rollout.max_running` at once.
+        """Roll out each instance `samples` times, in order, at most `rollout.max_running` concurrently.
 
         Seeds depend only on instance and sample, so two evaluations of one policy are equal.
         """
@@ -175,7 +175,7 @@ class Collector:
     async def _roll_out_siblings(
         self, tasks: Sequence[Task], capacity: asyncio.Semaphore | None = None
     ) -> list[Attempt]:
-        """Roll out all attempts at an instance, those of one game together. capacity: of games at once."""
+        """Roll out all attempts at an instance, a game's together. capacity: limits concurrent games."""
         players = num_players(self._suite, tasks[0].instance_id)
         games = [tasks[first : first + players] for first in range(0, len(tasks), players)]
 
@@ -188,9 +188,9 @@ class Collector:
         return attempts
 
     async def _score_group(self, attempts: Sequence[Attempt]) -> None:
-        """Replace the rewards of siblings by those of `suite.score_group`, if it has one.
+        """Replace the rewards of siblings by the result of `suite.score_group`, if the suite has it.
 
-        Its change of a reward counts in the last turn. A failure masks all siblings.
+        The change of a reward is added to the last turn's. A failure masks all siblings.
         """
         score = getattr(self._suite, "score_group", None)
         finished = [a for a in attempts if a.trajectory.status is TrajectoryStatus.COMPLETE]
@@ -198,7 +198,7 @@ class Collector:
             return
 
         with self._spans.lane() as lane, self._in_flight():
-            finished[0].lane = lane  # its own lane has ended
+            finished[0].lane = lane  # the attempt's own lane has ended
             try:
                 scored = await self._group_rewards(score, finished)
             except InfrastructureError as failure:
@@ -221,7 +221,7 @@ class Collector:
     async def _group_rewards(
         self, score: Callable[..., Any], finished: Sequence[Attempt]
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Call `score_group`, again after a failure of infrastructure; return (reward, info) of each."""
+        """Call `score_group`, with retries if infrastructure fails; return (reward, info) of each."""
         members = [
             GroupMember(
                 text=(a.actions or [""])[-1],
@@ -246,7 +246,7 @@ class Collector:
 
     @contextlib.contextmanager
     def _in_flight(self) -> Iterator[None]:
-        """Make `close` wait for calls in this block, so that no thread runs after the pool shuts down."""
+        """Make `close` wait for calls in this context, so that no thread runs after the pool shuts down."""
         ended = asyncio.get_running_loop().create_future()
         self._running.add(ended)
         try:
@@ -256,7 +256,7 @@ class Collector:
             ended.set_result(None)
 
     def activity(self) -> str:
-        """Return what the trajectories wait for, as text; "" when none runs."""
+        """Return a text on what the trajectories wait for; "" when none is running."""
         waits = [f"{self._turns.running} turns generate"] if self._turns.running else []
         if waiting := self._kv_budget.waiting:
             waits.append(f"{waiting} attempts wait until the engine can store their keys and values")
@@ -266,7 +266,7 @@ class Collector:
         return ", ".join(waits)
 
     def use_engine(self, engine: Engine) -> None:
-        """Send turns to another engine from here on.
+        """Send turns to another engine from now on.
 
         Turns that the previous engine ends with ABORT are continued there.
         """
@@ -275,7 +275,7 @@ class Collector:
     async def close(self) -> None:
         """End running trajectories as masked, wait for them, and free the threads.
 
-        An environment that hangs is left behind.
+        It does not wait for an environment that hangs.
         """
         self._turns.close()
         if self._running:
@@ -283,9 +283,9 @@ class Collector:
         await self._threads.close(_CLOSE_S)
 
     async def _roll_out(self, tasks: Sequence[Task], stored: dict[str, int]) -> list[Attempt]:
-        """Roll out the trajectories of one episode, with its retries, each in a new lane of the spans.
+        """Roll out the trajectories of one episode, with retries, each in a new lane of the spans.
 
-        stored: gets the tokens of each conversation, by session id.
+        stored: the tokens of each conversation are added to it, by session id.
         """
         with contextlib.ExitStack() as opened:
             lanes = [opened.enter_context(self._spans.lane()) for _ in tasks]
@@ -294,7 +294,7 @@ class Collector:
     async def _roll_out_in(
         self, lanes: Sequence[Lane], tasks: Sequence[Task], stored: dict[str, int]
     ) -> list[Attempt]:
-        """Repeat until an episode does not fail because of infrastructure, and return the last attempts."""
+        """Run the episode, with retries while infrastructure fails, and return the last attempts."""
         for retry in range(self._env.retries + 1):
             error: BaseException | None = None
             stored.clear()
@@ -322,7 +322,7 @@ class Collector:
                         self._turns.engine.end_session(attempt.session_id)
 
         for attempt in attempts:
-            # A failed trajectory stays in its group, masked, so that a group always has all of its members.
+            # A failed trajectory stays in its group, masked, so that a group is always complete.
             if error is not None:
                 attempt.mask(reason, error)
             self._record(attempt, retry)
@@ -336,7 +336,7 @@ class Collector:
         return Attempt(task=task, trajectory=trajectory, session_id=session_id, lane=lane, stored=stored)
 
     def _record(self, attempt: Attempt, retries: int) -> None:
-        """Write into the info what every attempt records, however it ended."""
+        """Write the data that every attempt records into the trajectory's info."""
         trajectory = attempt.trajectory
         trajectory.info |= {
             "submitted": bool(trajectory.info.get("submitted", False)),
@@ -377,7 +377,7 @@ class Collector:
             trajectory = attempt.trajectory
             trajectory.side = side
             trajectory.turn_rewards, trajectory.reward = attempt.rewards, sum(attempt.rewards)
-            # An episode may end normally on an answer that was cut off, so its end does not show it.
+            # An episode may end normally although its last answer was cut off.
             trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
             trajectory.info |= result.info | {"exit_reason": reason.value}
 
@@ -387,22 +387,22 @@ class Collector:
         return await self._take_turns(attempt, episode)
 
     async def _close_episode(self, attempt: Attempt, episode: Any, limit: float | None) -> None:
-        """Free the sandbox. limit: seconds to wait when the attempt has failed already; None: no limit.
+        """Free the sandbox. limit: seconds to wait if the attempt has already failed; None: no limit.
 
-        A cancelled attempt frees its sandbox too: the call continues without a waiter.
+        A cancelled attempt frees its sandbox too: the call continues, but nothing waits for it.
         """
         closing = asyncio.ensure_future(self._call(attempt, "close", close_episode, episode))
-        # Retrieve its exception even when no caller waits any more; otherwise asyncio prints it.
+        # Retrieve the exception even if no caller waits any more; otherwise asyncio prints it.
         closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
         await asyncio.wait({closing}, timeout=limit)
         if limit is None:
             await closing
 
     async def _take_turns(self, attempt: Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
-        """Generate and step until the episode is done, or turns or context are used up."""
+        """Generate and step until the episode is done or a limit (turns, context) is reached."""
         trajectory, chat = attempt.trajectory, self._chat
         said = await self._call(attempt, "messages", episode.messages)
-        if isinstance(said, StepResult):  # over before its first turn
+        if isinstance(said, StepResult):  # the episode ended before its first turn
             over = step_of(said, last=True)
             attempt.rewards.append(over.reward or 0.0)
             return over, ExitReason.DONE
@@ -418,7 +418,7 @@ class Collector:
             raise Masked(ExitReason.PROMPT, message)
 
         for turn in range(self._suite.max_turns):
-            # An observation that leaves no token to generate ends the episode, which is graded as it is.
+            # If an observation leaves no token to generate, the episode ends and is graded as it is.
             if len(trajectory.token_ids) + len(context) >= max_context:
                 return await self._finish(attempt, episode), ExitReason.CONTEXT
             trajectory.append_context(context)
@@ -438,7 +438,7 @@ class Collector:
         return await self._finish(attempt, episode), ExitReason.MAX_TURNS
 
     async def _finish(self, attempt: Attempt, episode: Episode) -> StepResult:
-        """End an episode from outside; the reward that it returns is added to that of the last turn."""
+        """End an episode that is not done; add the reward that it returns to the last turn's."""
         result = step_of(await self._call(attempt, "finish", finish_episode, episode), last=True)
         if attempt.rewards:
             attempt.rewards[-1] += result.reward or 0.0
@@ -447,9 +447,10 @@ class Collector:
         return result
 
     async def _run_agent(self, attempt: Attempt, episode: AgentEpisode) -> tuple[StepResult, ExitReason]:
-        """Have an agent talk to the model until it returns, and grade its answer.
+        """Run an agent until it returns, and grade its answer.
 
-        If an agent fails after a request was refused for a limit, the limit is the cause: its work is graded.
+        If an agent fails after a request was refused because of a limit, the limit counts as the cause, and
+        the agent's work is graded.
         """
         assert self._agents is not None, "suites with agents need an endpoint"
         session = await self._agents.open(
@@ -526,7 +527,7 @@ class Collector:
 
 
 async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:
-    """Run all at once; the first failure cancels the others and is raised as itself."""
+    """Run all concurrently; the first failure cancels the others and is raised unchanged."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -534,5 +535,5 @@ async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
 
-        # Wait for the cancelled ones, so that none is still running when the error is raised.
+        # Wait for the cancelled tasks, so that none is still running when the error is raised.
         await asyncio.gather(*tasks, return_exceptions=True)

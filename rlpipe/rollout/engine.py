@@ -1,7 +1,7 @@
 """The engine Protocol: the methods of a decoding engine that the collector and the controller call.
 
-Owns the contract, and the requests that every engine refuses. `embedded` implements it in-process, `sglang`
-over HTTP.
+Owns the contract, and the check for requests that every engine refuses. `embedded` implements it in-process,
+`sglang` over HTTP.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rlpipe.weights.protocols import ReceivesWeights
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Sums since start; rates are differences of two readings.
+    """Sums since the start; differences of two readings give rates.
 
-    running, waiting: requests now. generated_tokens, prefill_tokens: totals.
-    busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
-    decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
-        plain_seconds: their tokens without drafts, by those costs; predicted_seconds: the policy's estimate.
-    kv_rows: number of conversations that it stores at any length. kv_tokens: tokens of further conversations
-        that it stores in addition; 0 is unknown.
-    costs: measured seconds of a decode step by (batch, gamma), of engines that measure them.
-    sync: figures of the last weight update by metric name, of engines that measure it themselves.
-    server: figures of an engine's server by metric name, `{k}` in it standing for the worker's number.
+    running, waiting: current requests. generated_tokens, prefill_tokens: totals. busy_seconds: time spent in
+    forward passes and sampling. row_steps: decode steps, summed over rows. decode_seconds: with gamma chosen
+    from measured costs, time of steps with drafts and without a new prompt; plain_seconds: time of the same
+    tokens without drafts, by these costs; predicted_seconds: the policy's estimate of decode_seconds.
+    kv_rows: number of conversations of any length that the engine can store. kv_tokens: number of tokens of
+        further conversations that it can store in addition; 0 if unknown. costs: measured seconds of a decode
+        step by (batch, gamma), if the engine measures them. sync: values of the last weight update by metric
+        name, if the engine measures them itself. server: values of the engine's server by metric name; `{k}`
+        in a name stands for the worker's number.
     """
 
     policy_version: int = 0
@@ -55,13 +55,13 @@ class Engine(ReceivesWeights, Protocol):
         """Generate one turn; returns partial output with finish_reason ABORT after `abort`."""
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort the named requests (all when None); their `generate` calls return the tokens so far."""
+        """Abort some requests (None: all); their `generate` calls return the tokens so far."""
 
     def end_session(self, session_id: str) -> None:
         """Free the cache of a conversation."""
 
     def pause(self) -> None:
-        """Stop decoding between two steps; returns once no step is running."""
+        """Stop decoding after the current step; returns once no step is running."""
 
     def resume(self) -> None:
         """Continue decoding."""
@@ -75,7 +75,7 @@ class Engine(ReceivesWeights, Protocol):
 
 
 def check_request(request: GenerateRequest, vocab: int, mode: SpecMode) -> None:
-    """Raise ValueError for a request that no engine can serve; vocab: tokens of the model."""
+    """Raise ValueError for a request that no engine can serve; vocab: vocabulary size of the model."""
     ids, sampling = request.prompt_ids, request.sampling
     if not len(ids) or ids.min() < 0 or ids.max() >= vocab:
         what = "is empty" if not len(ids) else f"has token ids outside 0..{vocab - 1}"

@@ -1,4 +1,4 @@
-"""The threads in which an environment's methods run, and the time limit of one call.
+"""The threads in which an environment's methods run, and the time limit of each call.
 
     call(step) -> wait for one of `count` slots -> a thread runs it -> result
                                                 `-> not back in time: EnvironmentHung, another thread takes
@@ -6,9 +6,9 @@
     result_of(coroutine) -> the loop for `async def` methods runs it -> result
                                      `-> not back in time: EnvironmentHung, and it is cancelled
 
-Python cannot end a stuck thread. Such a thread is counted for as long as it is stuck; too many of them end
-the run. All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises in
-them: an environment must not end a run silently.
+Python cannot end a stuck thread. Stuck threads are counted, and if there are too many at once the run ends.
+All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises an
+exception in them, because an environment must not end a run silently.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rlpipe.types import RunStopped
 
 T = TypeVar("T")
 _EXIT = os._exit
-_IN_THREAD = threading.local()  # pid: of the process whose thread runs an environment's call now
-MAX_STUCK = 32  # threads of one rollout worker
+_IN_THREAD = threading.local()  # pid: id of this process while the thread runs an environment's call
+MAX_STUCK = 32  # limit of stuck threads in one rollout worker
 
 
 class EnvironmentHung(InfrastructureError):
-    """A call did not return within `env.step_timeout_s`. place: "file:line" of the user's code it is in."""
+    """A call did not return within `env.step_timeout_s`. place: "file:line" in user code where it hangs."""
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -46,9 +46,9 @@ class EnvironmentHung(InfrastructureError):
 
 
 class EnvironmentThreads:
-    """Runs up to `count` calls at once, in the order in which they came.
+    """Runs up to `count` calls concurrently, in the order of their arrival.
 
-    timeout_s: limit of a call, from the moment it has a thread (0: none).
+    timeout_s: time limit of a call, counted from when it has a thread (0: none).
     """
 
     def __init__(self, count: int, timeout_s: float = 0.0) -> None:
@@ -62,7 +62,7 @@ class EnvironmentThreads:
         os._exit = _exit_unless_in_thread
 
     async def call(self, function: Callable[[], T], name: str) -> T:
-        """Return what the function returns, from one of the threads. name: of the method, for messages.
+        """Run the function in one of the threads and return its result. name: the method's, for messages.
 
         If the caller is cancelled, the call continues and keeps its slot.
         Raises EnvironmentHung after the time limit, RunStopped when too many threads are stuck.
@@ -76,7 +76,7 @@ class EnvironmentThreads:
         return await asyncio.shield(task)
 
     async def result_of(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-        """Return the result of a coroutine of the environment, which needs no thread; otherwise as `call`."""
+        """Like `call`, but for a coroutine of the environment, which needs no thread."""
         task = asyncio.ensure_future(self._user_loop.result_of(coroutine))
         running = _Coroutine(coroutine, name, self._user_loop)
         self._running[task] = running
@@ -90,14 +90,14 @@ class EnvironmentThreads:
             task.cancel()
 
     def busiest(self) -> tuple[str, float] | None:
-        """Return the activity and the seconds of the longest running call; None when none runs."""
+        """Return name and seconds of the call that has run for longest; None when none is running."""
         longest = min(self._running.values(), key=lambda call: call.since, default=None)
         if longest is None:
             return None
         return f"{longest.work}() at {longest.place()}", time.monotonic() - longest.since
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for running calls up to a time limit, and end the threads that are idle then."""
+        """Wait for running calls up to a time limit, then end the idle threads."""
         if self._running:
             await asyncio.wait(list(self._running), timeout=timeout_s)
         while self._idle:
@@ -105,7 +105,7 @@ class EnvironmentThreads:
         await self._user_loop.close()
 
     async def _watch(self, thread: _Thread, returned: asyncio.Future[T]) -> T:
-        """Wait for a call, and replace its thread when it takes too long."""
+        """Wait for a call; after the time limit, replace its thread and raise EnvironmentHung."""
         done, _ = await asyncio.wait({returned}, timeout=self._timeout_s or None)
         if done:
             self._idle.append(thread)
@@ -132,13 +132,13 @@ class EnvironmentThreads:
         self._running.pop(task)
         self._slots.release()
 
-        # The caller may be gone: a failure that nobody awaits is ignored.
+        # Ignore a failure that nothing awaits, as the caller may have been cancelled.
         if not task.cancelled():
             task.exception()
 
 
 class _Thread:
-    """A daemon thread that runs functions in turn. work, since: name and start of the latest."""
+    """A daemon thread that runs functions one at a time. work, since: name and start of the latest."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -154,15 +154,15 @@ class _Thread:
         return future
 
     def end(self) -> None:
-        """End once the function that runs has returned."""
+        """End the thread after the running function has returned."""
         self._calls.put(None)
 
     def is_alive(self) -> bool:
-        """Return whether the thread has not ended."""
+        """Return whether the thread is alive."""
         return self._thread.is_alive()
 
     def place(self) -> str:
-        """Return "file:line" of the user's code that runs now, with the text of the line if it is known."""
+        """Return "file:line" of the user code that is running, with the text of the line if known."""
         return line_of_thread(self._thread)
 
     def _run(self) -> None:
@@ -180,14 +180,14 @@ class _Thread:
 
 
 class _Coroutine:
-    """A coroutine of the environment that runs now in a loop. work, since: as of a `_Thread`."""
+    """A coroutine of the environment that is running in a loop. work, since: see `_Thread`."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str, loop: UserLoop) -> None:
         self._coroutine, self._loop = coroutine, loop
         self.work, self.since = name, time.monotonic()
 
     def place(self) -> str:
-        """Return "file:line" of the user's code that it waits in, or that keeps its loop from continuing."""
+        """Return "file:line" of the user code where it waits, or of the code that blocks its loop."""
         return line_of_coroutine(self._coroutine, self._loop.thread)
 
 

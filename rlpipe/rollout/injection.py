@@ -1,10 +1,11 @@
-"""Injected faults of rollouts: an engine with old or noisy weights, and turns that take long.
+"""Injected faults in rollouts: an engine with old or noisy weights, and turns that take long.
 
-    published weights --> held for `stale_steps` versions --> noise --> the engine
+    published weights --> delayed by `stale_steps` versions --> noise --> the engine
     a turn            --> the engine --> for some, further tokens that are discarded --> the unchanged turn
 
-The wrapper keeps the engine's contract, so collector and engine need no change. Which turns are long depends
-only on the seeds of requests, so a run repeats its faults. (Slow environments: `rlpipe.envs.slow`.)
+The wrapper keeps the engine's contract, so collector and engine need no change. Which turns take long depends
+only on the seeds of requests, so a run can be repeated with the same faults. (Slow environments:
+`rlpipe.envs.slow`.)
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class InjectedEngine:
-    """An engine whose weights are old or noisy, and some of whose turns take longer.
+    """An engine with old or noisy weights, in which some turns take longer.
 
     Invariant: served version >= newest version - stale_steps. After a restart there are no older weights to
-    serve: the newest are served until they are that old.
+    serve, so the weights of the start are served until they are `stale_steps` old.
     """
 
     def __init__(
@@ -42,16 +43,16 @@ class InjectedEngine:
         max_context: int,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Disturb `engine`.
+        """Wrap `engine`.
 
         Args:
-            engine: the engine that generates; closed by `close`.
+            engine: the engine that generates; `close` closes it.
             config: the faults.
             max_context: tokens of a conversation.
-            weights: those that the engine started with.
+            weights: the weights that the engine started with.
 
         Raises:
-            ValueError: weights are to be noisy and `weights` is None.
+            ValueError: if the weights must be noisy and `weights` is None.
         """
         self._engine, self._config, self._max_context = engine, config, max_context
         self._held: deque[tuple[int, dict[str, torch.Tensor]]] = deque()
@@ -62,7 +63,7 @@ class InjectedEngine:
             self._serve(weights, 0)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Return the engine's turn, for a share of turns after decoding further tokens."""
+        """Return the engine's turn; for some turns, decode and discard further tokens first."""
         result = await self._engine.generate(request)
         context = np.concatenate((request.prompt_ids, result.output_ids))
         tokens = min(self._config.long_turn_tokens, self._max_context - len(context))
@@ -88,12 +89,12 @@ class InjectedEngine:
         self._engine.resume()
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Hold a version back, and serve the version that is now `stale_steps` old, if there is one."""
+        """Store a version, and serve the version that is now `stale_steps` old, if there is one."""
         if not self._config.stale_steps:
             self._serve(weights, version)
             return
 
-        # The trainer went back to a checkpoint: what it learnt since then must not be served.
+        # The trainer went back to a checkpoint: versions after it must not be served.
         if version < self._serving or (self._held and version <= self._held[-1][0]):
             self._held.clear()
             self._serve(weights, version)
@@ -103,14 +104,14 @@ class InjectedEngine:
         if self._serving >= oldest_allowed:
             return
 
-        # After skipped versions several are too old; the first one that is allowed is served.
+        # If versions were skipped, several may be too old; serve the oldest that is allowed.
         while self._held[0][0] < oldest_allowed:
             self._held.popleft()
         held_version, held = self._held.popleft()
         self._serve(held, held_version)
 
     def stats(self) -> EngineStats:
-        """Return the engine's counters; tokens that are discarded count as generated."""
+        """Return the engine's counters; discarded tokens count as generated."""
         return self._engine.stats()
 
     def close(self) -> None:
@@ -136,9 +137,9 @@ class InjectedEngine:
 
 
 def with_noise(weights: Mapping[str, torch.Tensor], scale: float, version: int) -> Mapping[str, Any]:
-    """Return w (1 + scale * n), with n standard normal from a stream for each version.
+    """Return w (1 + scale * n), with n standard normal, sampled with the version as the seed.
 
-    Scale 0 returns the weights as they are.
+    Scale 0 returns the weights unchanged.
     """
     if not scale:
         return weights

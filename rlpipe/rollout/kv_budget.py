@@ -1,13 +1,13 @@
-"""Bounds the open attempts of one worker by the keys and values that its engine can store.
+"""Limits the open attempts of a worker to the capacity of its engine for keys and values.
 
     admit (waits) -> the attempt's conversations grow with its turns -> it ends, and others are admitted
 
-A conversation that the engine cannot store is computed again at each of its turns, so more open attempts then
-make fewer turns. An attempt is therefore admitted when it fits in addition to all open ones. Its length is
-assumed to be the final length of recent attempts (until one has ended, the lengths so far). This is an
-estimate: open attempts are never interrupted, and whatever does not fit is computed again.
+If the engine cannot store a conversation, its prefix is computed again at each turn, so too many open
+attempts slow each other down. An attempt is therefore admitted when it fits in addition to all open ones. Its
+length is estimated from the final lengths of recent attempts (until one has ended, from the lengths so far).
+If the estimate is too low, open attempts are not interrupted: what does not fit is computed again.
 
-Invariant: attempts are admitted in the order of their calls, and one always is if none is open.
+Invariant: attempts are admitted in the order of their calls. If none is open, one is always admitted.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from statistics import fmean
 
-_RECENT = 64  # attempts from which the length of the next one is estimated
+_RECENT = 64  # recent attempts used to estimate the length of the next one
 
 
 @dataclass(slots=True, eq=False)
 class Admitted:
-    """Attempts that were admitted together. tokens: of their open conversations, by session id."""
+    """Attempts that were admitted together. tokens: lengths of their open conversations, by session id."""
 
     attempts: int
     tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def length(self) -> float:
-        """Return the tokens of one attempt."""
+        """Return the mean number of tokens of one attempt."""
         return sum(self.tokens.values()) / self.attempts
 
 
 class KvBudget:
     """Admits attempts.
 
-    rows: how many conversations the engine stores at any length. tokens: how many tokens of further
-    conversations it stores; 0 admits every attempt.
+    rows: number of conversations of any length that the engine can store. tokens: number of tokens of further
+    conversations that it can store; 0 admits every attempt.
     """
 
     def __init__(self, *, rows: int, tokens: int) -> None:
@@ -55,9 +55,9 @@ class KvBudget:
 
     @contextlib.asynccontextmanager
     async def admit(self, attempts: int) -> AsyncIterator[Admitted]:
-        """Wait until some attempts fit, and count them as open while the context is entered.
+        """Wait until `attempts` attempts fit, and count them as open within the context.
 
-        The caller keeps the `tokens` of the result up to date.
+        The caller must keep the `tokens` of the result up to date.
         """
         requested, turn = Admitted(attempts), asyncio.get_running_loop().create_future()
         self._waiting.append((turn, requested))
@@ -66,7 +66,7 @@ class KvBudget:
             await turn
             yield requested
         finally:
-            turn.cancel()  # if the caller left while it waited
+            turn.cancel()  # if the caller was cancelled while it waited
             self._open.discard(requested)
             if requested.tokens:
                 self._recent.append(requested.length)
@@ -83,7 +83,7 @@ class KvBudget:
             self._waiting.popleft()
 
     def _fits(self, requested: Admitted) -> bool:
-        """Return whether the engine can store attempts in addition to the open ones."""
+        """Return whether the engine can store the requested attempts in addition to the open ones."""
         if not self._tokens:
             return True
         expected = fmean(self._recent or [0])
@@ -91,5 +91,5 @@ class KvBudget:
             max(one.length, expected) for one in (*self._open, requested) for _ in range(one.attempts)
         )
 
-        # It is unknown which attempts have a row: assuming the shortest, the estimate is never too low.
+        # It is unknown which attempts have a row. Assume the shortest, so that the estimate is never too low.
         return sum(lengths[self._rows :]) <= self._tokens

@@ -1,6 +1,6 @@
-"""Renders an environment's messages by the chat template before a run, as the model would read them.
+"""Checks before a run that the chat template can render an environment's messages.
 
-For `rlpipe.envs.rehearsal`, which knows no chat template.
+It is used by `rlpipe.envs.rehearsal`, which has no chat template of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from rlpipe.rollout.chat import ChatFormat, Message, Tools
 
 
 class PromptCheck:
-    """Renders messages as a rollout does.
+    """Renders messages in the same way as a rollout.
 
-    max_context: tokens of a trajectory. template: `model.chat_template`, for messages; empty for the model's.
+    max_context: limit of a trajectory in tokens. template: `model.chat_template`, named in error messages;
+    empty for the model's own.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class BranchLayout(PackedSeqParams):
         *,
         attention: CausalAttention,
     ) -> torch.Tensor:
-        """Attend from queries of `local_branches` [1, heads, Q, d] to the keys of all [1, groups, N, d]."""
+        """Attend: queries [1, heads, Q, d] of `local_branches`, keys [1, groups, N, d] of all branches."""
         if query.is_cuda and has_flash(query):
             return varlen_attention(query, key, value, plan=self.varlen_plan, scale=attention.scale)
         if has_flash(query):

@@ -162,7 +162,7 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, *, seed: int) -> None:
-    """Add the configured adapters to every decoder layer; the same for any parallel sizes."""
+    """Add the configured adapters to every decoder layer; initial values are equal for all parallel sizes."""
     model.adapters = Adapters()
     groups = arch.kv_heads // model.pg_collection.tp.size()
     for layer in model.decoder.layers:

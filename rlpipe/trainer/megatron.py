@@ -375,7 +375,7 @@ class MegatronTrainer:
         """Copy the state that `save` and `save_hf` write, for writing it to these directories later."""
         from rlpipe.trainer.checkpoint import SavingHf, begin_save
 
-        # Return freed memory to the system first, as the copies would be allocated in addition to it.
+        # Return freed memory to the system, else the copies would be allocated in addition to it.
         if self._runtime.device.type == "cpu":
             runtime.release_freed_memory()
         weights = SavingHf(self.export_weights(), Path(hf), like=self._path, draft_vocab=self._draft_vocab)

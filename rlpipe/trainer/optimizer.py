@@ -172,7 +172,7 @@ class PolicyOptimizer:
             self.updates[tag] += 1
             self._schedules[tag].step(1)
 
-        # Fused optimizers have also counted a step for the groups that were left out: set their counts back.
+        # Fused optimizers have also counted a step for the groups that were left out: restore their counts.
         if left_out:
             self.write_steps(self.updates)
         return StepOutcome(applied=applied, grad_norms=norms, lrs=lrs)

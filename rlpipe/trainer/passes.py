@@ -95,7 +95,7 @@ class Passes:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether batches may share prefixes: TransformerEngine's attention reads padded rows only."""
+        """Whether batches may share prefixes; TransformerEngine's attention supports only padded rows."""
         return not self._runtime.te
 
     def scores(
@@ -260,7 +260,7 @@ class Passes:
     def _score(
         self, head: Head, states: torch.Tensor, targets: torch.Tensor, *, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probabilities and entropies [P], a share of them on each context parallel rank."""
+        """Compute log-probabilities and entropies [P]; each context parallel rank computes one share."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
         if group.size() == 1:

@@ -1,4 +1,4 @@
-"""The in-process decoding engine: continuous batching, MTP drafts, lossless verification."""
+"""The in-process decoding engine: continuous batching, draft models, lossless verification."""
 
 from rlpipe.rollout.embedded.engine import EmbeddedEngine
 

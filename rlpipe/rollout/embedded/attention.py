@@ -1,16 +1,16 @@
-"""Attention of a few new tokens per row over the cached keys of the row.
+"""Attention of a few new tokens in each row over the row's cached keys.
 
-Owns the choice of kernel and the mask for each. On a CPU, a few queries against a few hundred keys go through
-`attend_products`. There the query heads that share a key head are the rows of one product, so that keys and
+Owns the choice of kernel, and each kernel's mask. On a CPU, `attend_products` handles a few queries against a
+few hundred keys. It makes the query heads that share a key head the rows of one product, so that keys and
 values are read once. In float32 two batched products are fastest (25 to 30% less time than
-scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16
-scaled_dot_product_attention over the same rows is used where query heads share key heads: it takes half the
-time of the products at 1 row and the same time at 32 (measured under load, three query heads for each key
-head). For a single query per key head the products are faster. Everything else goes through `attend`, which
-on a GPU allows only the memory-efficient kernel.
+scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16, where query
+heads share key heads, scaled_dot_product_attention over the same rows is used: it takes half the time of the
+products at 1 row and the same time at 32 (measured under load, three query heads for each key head). For a
+single query per key head the products are faster. All other cases use `attend`, which on a GPU allows only
+the memory-efficient kernel.
 
-`attend_products` reads for each row as many keys as the longest row has. One long conversation would make
-this expensive for all rows, so it runs over groups of consecutive rows of similar lengths.
+For each row `attend_products` reads as many keys as the longest row has. One long conversation would make
+this expensive for all rows, so the rows are processed in groups of consecutive rows of similar lengths.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-NARROW_QUERIES = 8  # tokens per row up to which the two products are used on a CPU
-PIECE_ROWS = 4  # rows that stay together
-PIECE_KEYS = 1000  # one more group costs as much time as reading this many keys of a row
+NARROW_QUERIES = 8  # the two products are used on a CPU for up to this many tokens per row
+PIECE_ROWS = 4  # rows that are never separated
+PIECE_KEYS = 1000  # an additional group costs as much time as reading this many keys of a row
 
-Piece = tuple[int, int, int]  # rows start..stop - 1, and the number of their keys that are read
+Piece = tuple[int, int, int]  # rows start..stop - 1, and the number of keys read of each
 
 
 def use_products(width: int, device: torch.device) -> bool:
@@ -65,10 +65,10 @@ def attend_grouped(
     mask: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Do `attend`, [B, q, heads, D] -> [B * q, heads * D], with a key head's query heads as further queries.
+    """Compute `attend`, [B, q, heads, D] -> [B * q, heads * D], with a key head's query heads as queries.
 
-    No kernel of a GPU takes both a mask and fewer key heads than query heads: for these torch multiplies
-    matrices and stores all scores. So the memory-efficient kernel is called by its name.
+    No GPU kernel takes both a mask and fewer key heads than query heads: with these torch multiplies matrices
+    and stores all scores. So the memory-efficient kernel is called directly, with one head for each key head.
     """
     batch, width, heads = query.shape[:3]
     grouped = query.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 1, 3, 4)  # [B, kv_heads, q, group, D]
@@ -88,7 +88,7 @@ def attend_grouped(
 
 
 def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
-    """Group consecutive rows, so that few keys are read needlessly; contexts: [B], keys that each row needs.
+    """Group consecutive rows so that few unneeded keys are read; contexts: [B], keys that each row needs.
 
     >>> pieces_of(np.array([900, 880, 910, 905, *[100] * 8]))
     ((0, 4, 910), (4, 12, 100))
@@ -100,7 +100,7 @@ def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
     for index, keys in enumerate(longest):
         start, stop = index * PIECE_ROWS, min((index + 1) * PIECE_ROWS, len(contexts))
 
-        # Join the rows to the group before them where few keys are read needlessly.
+        # Join the rows to the group before them if this reads few unneeded keys.
         if groups:
             begin, middle, before = groups[-1]
             more = max(before, keys)
@@ -125,9 +125,10 @@ def attend_products(
     pieces: tuple[Piece, ...],
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attend with the query heads of a key head as rows of one product; see the module.
+    """Attend with the query heads of a key head as rows of one product; see the module's docstring.
 
-    keys, values: [B * kv_heads, L, D]; mask from `expand_mask`. Otherwise as `attend`.
+    keys, values: [B * kv_heads, L, D]. mask: from `expand_mask`. Other arguments and the result: see
+    `attend`.
     """
     batch, width, heads, dim = query.shape
     merged, _, group, length = mask.shape
@@ -159,6 +160,6 @@ def _two_products(
 def _one_kernel(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """Do `_two_products` by scaled_dot_product_attention."""
+    """Compute the result of `_two_products` with scaled_dot_product_attention."""
     query, keys, values, mask = (x.unsqueeze(1) for x in (query, keys, values, mask))
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).squeeze(1)

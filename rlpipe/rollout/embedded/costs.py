@@ -1,7 +1,7 @@
-"""Cost of a decode step by batch and gamma, measured once, before the first request.
+"""Measures the cost of a decode step by batch and gamma, once, before the first request.
 
-Owns the measurement; `rlpipe.spec.gamma` chooses gamma from it. Steps run on rows of dummy tokens;
-requests overwrite their keys in the cache.
+Owns the measurement; `rlpipe.spec.gamma` uses it to choose gamma. Steps run on rows of dummy tokens; requests
+later overwrite the dummy keys in the cache.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rlpipe.rollout.embedded.rows import RowTable
 
 CONTEXT = 128  # tokens of the dummy rows, at most a third of the cache
 ROUNDS = 5
-SAMPLED_BATCHES, SAMPLED_ROUNDS, SAMPLED_SECONDS = (1, 8, 32), 3, 1.0  # for the report of a fixed gamma
+SAMPLED_BATCHES, SAMPLED_ROUNDS, SAMPLED_SECONDS = (1, 8, 32), 3, 1.0  # for the report if gamma is fixed
 
 
 @torch.inference_mode()
 def measure_costs(
     decoder: Decoder, table: RowTable, *, max_gamma: int, threads: int
 ) -> dict[tuple[int, int], float]:
-    """Measure the seconds of a step by (batch, gamma), gamma 0..max_gamma, batches 1, 2, 4, .. and all rows.
+    """Measure seconds of a step by (batch, gamma): gamma 0..max_gamma, batches 1, 2, 4, .. and all rows.
 
-    The minimum of several rounds over all pairs, so that a disturbance does not favour a gamma. threads:
-    the number that decoding will use. Leaves the table without rows.
+    Each value is the minimum of several rounds over all pairs, so that a disturbance does not favour a gamma.
+    threads: number of threads that decoding will use. The table has no rows afterwards.
     """
     batches = [2**i for i in range(table.rows.bit_length()) if 2**i < table.rows] + [table.rows]
     cells = [(batch, gamma) for batch in batches for gamma in range(max_gamma + 1)]
@@ -37,9 +37,10 @@ def measure_costs(
 def sample_costs(
     decoder: Decoder, table: RowTable, *, gamma: int, threads: int
 ) -> dict[tuple[int, int], float]:
-    """Measure the seconds of a step for a few batches, without drafts, with one and with `gamma` of them.
+    """Measure the seconds of a step for a few batches, with no draft token, one, and `gamma` of them.
 
-    For the report, which compares them with the acceptance of a run; about `SAMPLED_SECONDS`, or one round.
+    The report compares these costs with the acceptance of a run. Takes about `SAMPLED_SECONDS`, but at least
+    one round.
     """
     batches = [batch for batch in SAMPLED_BATCHES if batch <= table.rows]
     cells = [(batch, drafts) for batch in batches for drafts in sorted({0, 1, gamma})]
@@ -55,7 +56,7 @@ def _measure(
     limit_s: float,
     threads: int,
 ) -> dict[tuple[int, int], float]:
-    """Time a step of every (batch, gamma), the minimum of several rounds; the first one warms kernels up."""
+    """Time a step of every (batch, gamma): the minimum of several rounds after one that warms up kernels."""
     before, draft_keys = torch.get_num_threads(), table.draft_keys.copy()
     torch.set_num_threads(threads)
     seconds = dict.fromkeys(cells, float("inf"))
@@ -68,7 +69,7 @@ def _measure(
         for batch, gamma in cells:
             table.active, table.total[:batch] = batch, context
 
-            # The wait is part of the step: kernels run asynchronously on a GPU.
+            # Kernels run asynchronously on a GPU, so the wait is part of the step.
             started = time.perf_counter()
             decoder.step([], [], gamma=gamma)
             _wait(table.hidden)

@@ -1,10 +1,10 @@
-"""A decode step: draft, run the target together with the prompts that join, verify, catch up.
+"""A decode step: draft, run the target over drafts and new prompts, verify, let the draft catch up.
 
-Owns the order of passes. `drafting` owns how tokens are drafted and verified, the engine owns requests
-and threads. In one step
+Owns the order of passes. `drafting` owns how tokens are drafted and verified, the engine owns requests and
+threads. One step consists of:
 
-    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the draft layer
-    target   the target over [pending, drafts] of each of them, and over the prompts of joining rows,
+    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the draft layer target
+    the target over [pending, drafts] of each of them, and over the prompts of joining rows,
              in one pass
     verify   emitted = accepted drafts + one token of the target. A joining row samples its first token
     catch up draft layer over the emitted tokens (and prompts) with the target's true hidden states:
@@ -12,9 +12,9 @@ and threads. In one step
              depth 1
 
 Keys of rejected drafts stay in the cache and are masked until the next tokens overwrite them. Without
-speculation only the target pass remains: one token per row. Where gamma may be 0 for a while (adaptive),
-the draft does not catch up then; the target's hidden states of those steps are stored, and the gap is
-closed in one pass when drafting resumes.
+speculation a step is only the target pass, with one token per row. An adaptive gamma may be 0 for a while.
+Then the draft does not catch up: the target's hidden states of those steps are stored, and the draft
+processes them in one pass when drafting resumes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rlpipe.spec.sampling import Stream, log_probs, sample_cdf
 
 @dataclass(slots=True, kw_only=True)
 class Emitted:
-    """Host arrays of what a step emitted for rows 0, 1, ...; W is 1 + the most drafts it can accept.
+    """Host arrays of the tokens that a step emitted for rows 0, 1, ...; W is 1 + max accepted drafts.
 
     tokens: [J, W] int32, valid up to counts [J]. logprobs, entropies: [J, W] float32, of the target.
-    verified: the leading rows that verified drafts. top_ids, top_logprobs: [J, W, k] on request.
-    draft_tokens, draft_target_probs, draft_probs: [verified, N], the draft tokens with their p and q, on
-    request.
+    verified: number of leading rows that verified drafts. top_ids, top_logprobs: [J, W, k] on request.
+    draft_tokens, draft_target_probs, draft_probs: [verified, N], on request: the draft tokens, and the
+    target's and the draft's probability of each.
     """
 
     tokens: np.ndarray
@@ -67,15 +67,15 @@ class Decoder:
     ) -> Emitted:
         """Decode all active rows by one step; the last len(starts) + len(copies) of them are new.
 
-        starts: first position to process of the new rows, preferably ordered by the work to do.
-        copies: rows (among those) with the same prompt as the rows after the filled ones, one entry per
-        such row.
+        starts: for each new row that is filled, the first position to process; preferably ordered by the
+        number of tokens to process. copies: for each further new row, the filled row that has the same
+        prompt.
         gamma: drafts per row. record: return drafts with their probabilities.
         """
         table, model = self._table, self._model
         decoding = table.active - len(starts) - len(copies)
 
-        # A lookup drafter has no keys, so there is no gap to close and no draft to catch up.
+        # A lookup drafter has no keys, so it has no gap to close and need not catch up.
         drafts_on = bool(gamma) and model.drafts
         if drafts_on:
             self._close_gaps(decoding)
@@ -87,7 +87,7 @@ class Decoder:
         hidden, inputs = model.forward_to_draft(torch.cat([part.tokens.flatten() for part in parts]), spans)
         routes = None if table.routes is None else last_routes(layer.mlp for layer in model.layers)
 
-        # Hidden states to sample from: all of a decoding row, the last of a prompt.
+        # Sample from all hidden states of a decoding row, and from the last one of a prompt.
         nodes = drafted.part.span.tokens if drafted else 0
         ready = torch.cat((hidden[:nodes], self._prompt_ends(hidden, nodes, decoding, fills, copies)))
         copied = self._prompt_ends(inputs, nodes, decoding, fills, copies)[len(starts) :] if copies else None
@@ -98,7 +98,7 @@ class Decoder:
         probs = log_p.exp()
         choices = table.sampled_from(probs, rows)
 
-        # The decoding rows emit accepted drafts, the new rows sample their first token.
+        # The decoding rows emit accepted drafts; the new rows sample their first token.
         tokens, accepted, drafts = [], None, None
         if drafted:
             choices_after = choices[:nodes].unflatten(0, (decoding, -1))
@@ -106,7 +106,7 @@ class Decoder:
             accepted, parts[0] = verified.accepted, verified.part
             tokens.append(verified.tokens.flatten())
 
-            # Of a tree, only the states of the accepted path remain.
+            # With a tree, retain only the states of the accepted path.
             if verified.nodes is not None:
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
                 path, rest = (verified.nodes + first).flatten(), slice(nodes, None)
@@ -122,12 +122,12 @@ class Decoder:
 
         new_tokens = tokens[-1]
 
-        # Routes of rejected drafts are overwritten later, as their keys are.
+        # Routes of rejected drafts are overwritten later, like their keys.
         if routes is not None:
             kept = table.routes
             kept.flatten(0, 1)[torch.from_numpy(self._slots(parts))] = routes.to("cpu", kept.dtype)
 
-        # The draft writes the keys of its layers for the emitted tokens, and its next depth 1.
+        # The draft writes its keys for the emitted tokens, and computes the next depth 1.
         read = self._catch_up(parts, fills, tokens, accepted, inputs) if drafts_on else []
         if table.history is not None and (not drafts_on or model.depths > 1):
             table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
@@ -146,9 +146,9 @@ class Decoder:
     def _prompt_ends(
         self, states: torch.Tensor, nodes: int, decoding: int, fills: list[Part], copies: list[int]
     ) -> torch.Tensor:
-        """Return the states of the last prompt token of the filled rows, then of the copied ones.
+        """Return the states of the last prompt tokens, first of the filled rows, then of the copied rows.
 
-        states: [N, H] of a pass that begins with `nodes` tokens of decoding rows.
+        states: [N, H], of a pass that begins with `nodes` tokens of decoding rows.
         """
         ends, start = [states[:0]], nodes
         for part in fills:
@@ -166,7 +166,7 @@ class Decoder:
         ends = table.total[: table.active] - 1
         fills = self._fills(0, [0] * table.active, ends)
 
-        # One at a time, because all rows at once may exceed the prefill budget by far.
+        # Process one part at a time, because all rows at once may far exceed the prefill budget.
         for part in fills:
             _, inputs = self._model.forward_to_draft(part.tokens.flatten(), [part.span])
             if self._model.drafts:
@@ -183,7 +183,7 @@ class Decoder:
         if table.history is None or (table.draft_keys[rows] >= ends).all():
             return
 
-        # A layer that is one depth further reads one more token before the gap.
+        # Each deeper layer reads one more token before the gap.
         starts = np.minimum(table.draft_keys[rows], ends - 1) + 1 - self._model.depths
         starts = np.maximum(starts, 0)
 
@@ -194,17 +194,17 @@ class Decoder:
             self._catch_up([part], [part], [following], None, hidden)
 
     def _places(self, parts: list[Part]) -> torch.Tensor:
-        """Return the indices of the tokens of parts in `RowTable.history`, on the device."""
+        """Return the indices in `RowTable.history`, on the device, of the tokens of some parts."""
         return self._upload(self._slots(parts))
 
     def _slots(self, parts: list[Part]) -> np.ndarray:
-        """Return the indices of the tokens of parts among the slots of all rows."""
+        """Return the indices of the tokens of some parts among the slots of all rows."""
         slots = self._model.slots
         rows = [np.arange(part.first, part.first + part.span.batch)[:, None] * slots for part in parts]
         return np.concatenate([(r + p.positions).ravel() for r, p in zip(rows, parts, strict=True)])
 
     def _note_draft_keys(self, decoding: int, starts: list[int], copies: list[int], gamma: int) -> None:
-        """Record how far each row's draft keys reach after this step."""
+        """Record up to which position each row has draft keys after this step."""
         table = self._table
         if gamma:
             table.draft_keys[: table.active] = self._model.slots
@@ -223,11 +223,11 @@ class Decoder:
         accepted: torch.Tensor | None,
         hidden: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Run the draft's layers over the tokens that the target just processed, each with its next token.
+        """Run the draft's layers over the tokens that the target just processed, paired with the next tokens.
 
-        tokens: those emitted by the decoding rows, if any, then the first tokens of the filled rows.
+        tokens: the tokens emitted by the decoding rows, if any, then the first tokens of the filled rows.
         hidden: the states that the draft reads at the processed tokens. Returns, for each layer except the
-        first, the states that it read at the last token of each row, [rows, H].
+        first, the states [rows, H] that the layer read at the last token of each row.
         """
         following = [tokens[0]] if accepted is not None else []
         selects = [accepted] if accepted is not None else []
@@ -243,12 +243,12 @@ class Decoder:
         first, count, read = parts[0].first, sum(part.span.batch for part in parts), []
         ready = self._table.hidden[first : first + count]
 
-        # A single layer continues only from the selected token of each row.
+        # A single layer computes an output only at the selected token of each row.
         if model.depths == 1:
             ready[:, 0] = model.draft(token, hidden, spans, selects)
             return read
 
-        # Each deeper layer reads one position further back, from the frontier as it was before this pass.
+        # Each deeper layer starts one position earlier, from the frontier before this pass.
         frontier, chosen, going = ready.clone(), flat_index(spans, selects), len(parts) - len(fills)
         for depth in range(model.depths):
             if depth:
@@ -263,15 +263,15 @@ class Decoder:
     def _copy(
         self, first: int, copies: list[int], tokens: torch.Tensor, read: list[torch.Tensor], draft: bool
     ) -> None:
-        """Copy the keys of rows to the rows first, first + 1, ..., which may sample another first token.
+        """Copy the keys of rows to rows first, first + 1, ...; these may sample different first tokens.
 
-        read: by draft layer, the states that it read at their last tokens.
+        read: for each draft layer, the states that it read at the last tokens of the source rows.
         """
         table, model = self._table, self._model
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
 
-        # Another first token needs another draft state; only the last position of each row is recomputed.
+        # A different first token changes the draft's state: recompute it at the last position of each row.
         if draft:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
@@ -294,7 +294,7 @@ class Decoder:
         return parts
 
     def _buckets(self, sizes: list[int]) -> list[tuple[int, int]]:
-        """Split consecutive rows so that padding is small and a part stays within the token budget."""
+        """Split consecutive rows so that there is little padding and each part is within the token budget."""
         buckets, begin = [], 0
         for index in range(1, len(sizes) + 1):
             if index < len(sizes):
@@ -328,7 +328,7 @@ class Decoder:
             best = log_p.topk(min(top, log_p.shape[1]), 1)
             parts += [best.indices.flatten(), best.values.flatten()]
 
-        # Integers as int32 and the bits of float32 numbers share one tensor, hence one transfer.
+        # Store int32 numbers and the bits of float32 numbers in one tensor, to need only one transfer.
         host = torch.cat([x.view(torch.int32) if x.is_floating_point() else x.int() for x in parts])
         host = host.cpu().numpy()
 
@@ -339,7 +339,7 @@ class Decoder:
             width = (count - len(counts) + decoding) // decoding
 
         def by_row(flat: np.ndarray) -> np.ndarray:
-            """[N, ...] -> [rows, W, ...]; a new row has one token, then padding."""
+            """Reshape [N, ...] to [rows, W, ...]; a new row has one token, then padding."""
             split = decoding * width
             rows = np.zeros((len(counts), width, *flat.shape[1:]), flat.dtype)
             rows[:decoding] = flat[:split].reshape(decoding, width, *flat.shape[1:])
@@ -363,7 +363,7 @@ class Decoder:
 
 
 def _draft_probs(drafted: Drafted, choices: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the draft tokens [A, N] with p and q of each; q is 1 for a token that was not sampled.
+    """Return draft tokens [A, N], and p and q of each; q is 1 for a token that was not sampled.
 
     choices: [A, N + 1, V], the target's distribution after each node.
     """
@@ -373,6 +373,6 @@ def _draft_probs(drafted: Drafted, choices: torch.Tensor) -> tuple[np.ndarray, n
     q = torch.ones_like(p)
     if drafted.probs is not None:
         q = drafted.probs[:, drafted.parents].gather(-1, tokens).squeeze(-1)
-        # The further children of a greedy row, which q does not reach, were not sampled either.
+        # A greedy row's other children have q = 0; they were not sampled either.
         q = torch.where(q > 0, q, 1.0)
     return tuple(x.cpu().numpy() for x in (tokens.squeeze(-1), p, q))

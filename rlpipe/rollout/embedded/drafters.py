@@ -1,4 +1,4 @@
-"""The drafting of a configuration: its draft model, its passes, and its uniforms per position."""
+"""Selects, by configuration, the draft model, its passes, and the uniforms per position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.spec.sampling import Stream
 from rlpipe.spec.tree import Tree
 
-# For drafters with a separate directory: (directory, config.json of the target) -> draft model.
+# Readers for drafters with a separate directory: (directory, config.json of the target) -> draft model.
 DRAFT_MODELS: dict[Drafter, Callable[[Path, Mapping[str, Any]], DraftModel]] = {
     Drafter.EAGLE3: Eagle3Draft.read,
 }
@@ -31,7 +31,7 @@ DRAFT_MODELS: dict[Drafter, Callable[[Path, Mapping[str, Any]], DraftModel]] = {
 def read_draft_model(spec: SpecConfig, target: Mapping[str, Any]) -> DraftModel | None:
     """Read the draft model of `spec.draft_path`; None if the drafter has no separate directory.
 
-    target: `config.json` of the model it drafts for. Raises ValueError for a draft of another model.
+    target: `config.json` of the target. Raises ValueError for a draft of another model.
     """
     if not spec.needs_draft:
         return None
@@ -43,14 +43,14 @@ def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
     if spec.mode is SpecMode.TREE:
         return TreeDrafting(model, table, Tree.from_branching(spec.tree))
 
-    # A drafter without a model guesses from the text, always as a chain.
+    # A drafter without a model guesses from the text, and always drafts a chain.
     if not spec.drafter.kind.has_model:
         return LookupDrafting(model, table, spec)
     return ChainDrafting(model, table, spec.mode)
 
 
 def drafting_streams(spec: SpecConfig) -> int:
-    """Return the uniforms per position; for a sampled block, those of the full step that starts there."""
+    """Return the uniforms per position; with block verification, those of the step that starts there."""
     if spec.mode is SpecMode.TREE:
         return tree_streams(Tree.from_branching(spec.tree))
     return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK and spec.needs_model else 1)

@@ -1,15 +1,15 @@
-"""Drafting and verification of a step: a chain or a tree over the draft layer.
+"""Drafting and verification of a step: a chain or a tree of draft tokens.
 
-Owns the draft tokens, their slots in the cache and their verification; the decoder owns the passes before
-and after.
-Both modules read the row table, where `hidden` is each row's depth-1 draft state from the step before (with
-several layers also those of the others: see `depths`).
+Owns the draft tokens, their slots in the cache and their verification; the decoder owns the passes before and
+after. Both modules read the row table: its `hidden` is each row's depth-1 draft state from the step before
+and, with several layers, the states of the other layers (see `depths`).
 
     chain   d_1 .. d_gamma, node i at slot and position total - 1 + i
     tree    node n of `spec.tree` at slot total - 1 + n, position total - 1 + depth(n), seen by its
             descendants only; then the keys of the accepted path move next to the root's
 
-The draft's key of node n is stored one slot before the target's: it pairs the token with the state before.
+The draft's key of node n is stored one slot before the target's key, because the draft pairs the token with
+the state before it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from rlpipe.spec.verify import (
 
 @dataclass(slots=True)
 class Part:
-    """Tokens [B, q] of rows first, first + 1, ... in a pass; last: [B], index of each row's last real one.
+    """Tokens [B, q] of rows first, first + 1, ... in a pass. last: [B], index of each row's last real token.
 
-    positions: [B, q] on the host, of the tokens.
+    positions: [B, q] of the tokens, on the host.
     """
 
     first: int
@@ -57,7 +57,7 @@ class Part:
 
     @property
     def flat_last(self) -> torch.Tensor:
-        """Index of the last real tokens among the part's."""
+        """Indices of the rows' last real tokens among all tokens of the part."""
         return self.last + torch.arange(0, self.span.tokens, self.span.width, device=self.last.device)
 
 
@@ -65,8 +65,8 @@ class Part:
 class Drafted:
     """Drafts of the decoding rows.
 
-    part: nodes 0 (pending) .. N, to verify. uniforms: [A, >= depth, streams]. probs: [A, >= N, V], q by
-    the node before the draft token, None if no token was sampled. parents: node before each of 1..N.
+    part: nodes 0 (pending) .. N, to verify. uniforms: [A, >= depth, streams]. probs: [A, >= N, V], q after
+    each node, None if no token was sampled. parents: parent of each of the nodes 1..N.
     """
 
     part: Part
@@ -79,10 +79,10 @@ class Drafted:
 class Verified:
     """Verified tokens that a step emits for the decoding rows.
 
-    tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the
-    drafts on the emitted path. part: the emitted tokens as a part of a target pass, for the draft to
-    catch up with; its first `accepted` + 1 tokens are emitted ones. nodes: [A, depth + 1], rows of
-    the verify pass where the emitted tokens were sampled, or None when they are all of its rows.
+    tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the drafts on
+    the emitted path. part: part of a target pass over which the draft catches up; its first `accepted` + 1
+    tokens are the emitted ones. nodes: [A, depth + 1], rows of the verify pass where the emitted tokens were
+    sampled, or None if these are all of its rows.
     """
 
     tokens: torch.Tensor
@@ -93,10 +93,10 @@ class Verified:
 
 
 class Drafting(Protocol):
-    """Draft tokens for rows [0, decoding) and verify them."""
+    """Drafts tokens for rows [0, decoding) and verifies them."""
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """Draft `gamma` tokens deep."""
+        """Draft `gamma` tokens ahead."""
         ...
 
     def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
@@ -114,7 +114,7 @@ class _RowDrafting:
         return torch.from_numpy(array).to(self._model.device)
 
     def _tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the tokens at columns of the draft's logits, which may cover a part of the vocabulary."""
+        """Return the tokens that columns of the draft's logits stand for; its vocabulary may be reduced."""
         ids = self._model.draft_ids
         return columns if ids is None else ids[columns]
 
@@ -126,7 +126,7 @@ class _RowDrafting:
         return probs.new_zeros(*probs.shape[:-1], self._model.arch.vocab).index_copy_(-1, ids, probs)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Return positions [A] of the pending tokens, the tokens, and the uniforms of later ones."""
+        """Return the positions [A] of the pending tokens, these tokens, and the uniforms of later tokens."""
         table, rows = self._table, np.arange(decoding)
         last = table.total[:decoding] - 1
         outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + np.arange(depth + 1)
@@ -135,7 +135,7 @@ class _RowDrafting:
 
 
 class ChainDrafting(_RowDrafting):
-    """One path of drafts: rejection, block, target-only or greedy."""
+    """Drafts a single path. Verification is rejection, block, target-only or greedy."""
 
     def __init__(self, model: Model, table: RowTable, mode: SpecMode) -> None:
         super().__init__(model, table)
@@ -144,10 +144,11 @@ class ChainDrafting(_RowDrafting):
         self._backend = backend_for(model.device)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Start a step's rows; block verification takes all uniforms of a step from its first position.
+        """Start the rows of a step; block verification takes all uniforms of a step from its first position.
 
-        Its deepest drafts and coins help decide how many are accepted. Used again at later positions, the
-        same uniforms would be conditioned on a rejection, and the output would be biased.
+        With block verification even the deepest drafts and coins influence how many drafts are accepted. If
+        the next step used the same uniforms again, they would be conditioned on a rejection, and the output
+        would be biased.
         """
         last, pending, uniforms = super()._start(decoding, depth)
         if self._mode is SpecMode.BLOCK:
@@ -167,11 +168,11 @@ class ChainDrafting(_RowDrafting):
             if 0 < depth < layers:
                 window = draft_deeper(model, frontier, window, tokens[1:], last)
             elif depth:
-                more = depth - layers  # times that the last layer has drafted from its output states
+                more = depth - layers  # how often the last layer has already drafted from its own outputs
                 next_span = span.columns(more, more + 1)
                 window = model.draft(tokens[-1], window[:, -1], [next_span], None, layers - 1).unsqueeze(1)
 
-            # A greedy chain needs no distribution, only the most likely token.
+            # A greedy chain needs only the most likely token, no distribution.
             logits = model.draft_logits(window[:, -1])
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
@@ -218,9 +219,9 @@ class ChainDrafting(_RowDrafting):
 
 
 class LookupDrafting(ChainDrafting):
-    """One path of drafts without a model; see `Drafting`.
+    """Drafts a single path without a model; see `Drafting`.
 
-    A draft token is a function of the text, so its q is 1. Verification is target-only or greedy, and
+    A draft token is a function of the text, so q is 1. Verification is target-only or greedy; both are
     lossless.
     """
 
@@ -248,10 +249,10 @@ class LookupDrafting(ChainDrafting):
 
 
 class TreeDrafting(_RowDrafting):
-    """Several children at every node of a static tree.
+    """Drafts a static tree, in which a node may have several children.
 
-    For rows that sample, the children are sampled without replacement. For greedy rows, where only the argmax
-    is ever accepted, they are the likeliest tokens, so that all of them differ.
+    In rows that sample, the children are sampled without replacement. In greedy rows the children are the
+    likeliest tokens, which all differ, because only the argmax can be accepted.
     """
 
     def __init__(self, model: Model, table: RowTable, tree: Tree) -> None:
@@ -259,12 +260,12 @@ class TreeDrafting(_RowDrafting):
         self._tree = tree
         self._depths = np.asarray(tree.depths)
         self._levels = [np.flatnonzero(self._depths == d) for d in range(tree.max_depth + 1)]
-        # The first node of a level uses the streams of a chain, each further one two more.
+        # The first node of a level uses the streams of a chain; each further node uses two more streams.
         more = range(len(Stream), tree_streams(tree), 2)
         self._draft_streams = [int(Stream.DRAFT), *more]
         self._coin_streams = [int(Stream.COIN), *(stream + 1 for stream in more)]
 
-        # One more column is for the slots beyond the tree, which no node sees.
+        # An additional column represents the slots beyond the tree, which no node sees.
         mask = tree.ancestor_mask()
         self._sees = torch.cat((mask, torch.zeros_like(mask[:, :1])), 1).to(model.device)
 
@@ -291,7 +292,7 @@ class TreeDrafting(_RowDrafting):
             if greedy.any():
                 columns = _likeliest(logits, children)
 
-            # A batch without a row that samples needs no distribution.
+            # If all rows are greedy, no distribution is needed.
             if not greedy.all():
                 probs.append(table.choices(logits, rows))
                 noise = uniforms[:, depth, self._draft_streams[: len(level)]]
@@ -306,16 +307,16 @@ class TreeDrafting(_RowDrafting):
         return Drafted(part, uniforms, self._over_nodes(probs), list(tree.parents[1:]))
 
     def _over_nodes(self, probs: list[torch.Tensor]) -> torch.Tensor | None:
-        """Join q of the levels that have children to [A, N + 1, V] of all nodes; None without levels."""
+        """Join q of the levels that have children into [A, N + 1, V] for all nodes; None without levels."""
         if not probs:
             return None
 
-        # Leaves have no children: their distribution is never read.
+        # Leaves have no children, so their distribution is never read.
         leaves = probs[0].new_zeros(len(probs[0]), len(self._levels[-1]), probs[0].shape[-1])
         return self._over_vocabulary(torch.cat([*probs, leaves], 1))
 
     def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
-        """Verify the tree, and move the keys of the accepted path to the root's; choices: [A, N + 1, V]."""
+        """Verify the tree, and move the accepted path's keys next to the root's; choices: [A, N + 1, V]."""
         tree, part = self._tree, drafted.part
         verdict = self._verify(drafted, choices)
         batch, accepted = len(part.tokens), verdict.num_accepted
@@ -340,9 +341,8 @@ class TreeDrafting(_RowDrafting):
         if self._table.greedy[: len(tokens)].all():
             return verify_tree_greedy(tree, tokens, choices)
 
-        # In a mixed batch, a greedy row's q is 1 at the first child and 0 at the others. A q of 0 counts as
-        # certain acceptance there, so verification accepts the argmax at whichever child it is, for any
-        # coins.
+        # In a mixed batch, a greedy row's q is 1 at the first child and 0 at the others. If q = 0 and p > 0 a
+        # token is always accepted, so for all coins the child that is the argmax is accepted.
         coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
         return verify_tree(
             tree,
@@ -355,12 +355,12 @@ class TreeDrafting(_RowDrafting):
         )
 
     def _span(self, last: np.ndarray, *, draft: bool = False) -> Span:
-        """Return the span of all nodes from the pending tokens at `last`; draft: as seen by the MTP layer."""
+        """Return the span of all nodes after the pending tokens at `last`; draft: for the draft's pass."""
         model, nodes = self._model, self._tree.num_drafts + 1
         root, contexts = last[:, None], last + nodes
 
         # A token sees all slots before the root, and its ancestors in the tree.
-        node = model.slot_ids[: contexts.max()] - self._upload(root - draft)  # [A, slots], node in each
+        node = model.slot_ids[: contexts.max()] - self._upload(root - draft)  # [A, slots], each slot's node
         seen = self._sees[:, node.clamp(0, nodes)].transpose(0, 1) | (node < 0).unsqueeze(1)
         return model.span(
             0,
@@ -375,7 +375,7 @@ class TreeDrafting(_RowDrafting):
 def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Sample the children of each node without replacement: q [A, n, V], uniforms [A, n, c] -> [A, n, c].
 
-    When q has fewer tokens than a node has children, the last sampled one is repeated.
+    If q has fewer tokens than a node has children, the last sampled token is repeated.
     """
     left, drawn = q.flatten(0, 1), []
     for column in uniforms.flatten(0, 1).unbind(-1):
@@ -389,7 +389,7 @@ def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def _likeliest(logits: torch.Tensor, children: int) -> torch.Tensor:
     """Return the likeliest tokens after each node, best first: logits [A, n, V] -> [A, n, children].
 
-    With fewer tokens than children the last one is repeated.
+    If there are fewer tokens than children, the last token is repeated.
     """
     tokens = logits.topk(min(children, logits.shape[-1]), -1).indices
     missing = children - tokens.shape[-1]
@@ -397,5 +397,5 @@ def _likeliest(logits: torch.Tensor, children: int) -> torch.Tensor:
 
 
 def tree_streams(tree: Tree) -> int:
-    """Return the uniforms per position: a draft and a coin for each node of a depth, and the residual."""
+    """Return the uniforms per position: two for each node of a depth (draft, coin), one for the residual."""
     return len(Stream) + 2 * (max(map(tree.depths.count, set(tree.depths))) - 1)

@@ -1,9 +1,9 @@
-"""The EAGLE-3 draft in the engine: one layer that reads features of the target, over the engine's cache.
+"""The EAGLE-3 draft in the engine: one layer that reads features of the target and uses the engine's cache.
 
-Owns the draft's weights and its step; the equations are in `drafts.eagle3_model`, which trains it. The draft
-is read from a separate directory; only the embedding is the target's. If it is co-trained
-(draft.train=online), its weights come with each update of the target. Otherwise it does not change: decoding
-remains lossless, but the acceptance rate falls until the draft is trained again.
+Owns the draft's weights and its step; the equations are in `drafts.eagle3_model`, the module used in
+training. The draft is read from a separate directory, except the embedding, which is the target's. If the
+draft is co-trained (draft.train=online), its weights come with each update of the target. Otherwise they do
+not change: decoding remains lossless, but the acceptance rate falls until the draft is trained again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpipe.rollout.embedded.span import Span
 class Eagle3Draft:
     """Weights of a draft, ready to multiply once `attach` has been called.
 
-    layers: indices of the target layers that it reads as features. ids: its vocabulary; None for all.
+    layers: indices of the target layers whose outputs are its features. ids: its vocabulary; None for all.
     """
 
     prefix = PREFIX
@@ -41,13 +41,13 @@ class Eagle3Draft:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its weights, by their names in an update of the target."""
+        """Shapes of the draft's weights, by their names in an update of the target."""
         return {f"{PREFIX}{name}": shape for name, shape in self._shape.weight_shapes().items()}
 
     def attach(self, model: Model) -> None:
         """Copy the weights to the model's device and layout."""
         self.load(model, self._weights)
-        self._weights = {}  # the model holds copies
+        self._weights = {}  # the model has copies
 
     def load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights, by the names of the draft's checkpoint."""
@@ -70,7 +70,7 @@ class Eagle3Draft:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Draft one token per row. state: [N, H], fused features or the draft's states of the step before."""
+        """Run a step of the draft. state: [N, H], fused features or the draft's states of the step before."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self._layer.input_norm)
         both = torch.cat((embedded, model.norm(state, self._hidden_norm)), -1)
         return model.run_draft_layer(self._layer, state, spans, selects, read=both)

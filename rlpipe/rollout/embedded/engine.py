@@ -47,16 +47,16 @@ Pending = tuple[asyncio.AbstractEventLoop, asyncio.Future]
 class EmbeddedEngine:
     """Implements `rlpipe.rollout.engine.Engine` in this process.
 
-    config: rows, context, device. spec: verification rule and gamma. model_path: checkpoint directory.
-    costs: seconds of a step by (batch, gamma), as measured at the start: for spec.adaptive all of them, for
-        a chain of fixed gamma on a CPU a few, for the report; otherwise empty.
+    config: rows, context, device. spec: verification rule and gamma. model_path: checkpoint directory. costs:
+    seconds of a step by (batch, gamma), measured at the start. With spec.adaptive it has all pairs; for a
+    chain of fixed gamma on a CPU it has a few, for the report; otherwise it is empty.
 
-    Raises ValueError for a model the engine cannot run, a missing draft while
-    speculation is on, or a context beyond the model's.
+    Raises ValueError for a model the engine cannot run, a missing draft while speculation is on, or a context
+    longer than the model's.
     """
 
     def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> None:
-        # Settings may have been assigned after they were made: check and convert them again.
+        # Fields may have been assigned since the settings were made: check and convert them again.
         config, spec = replace(config), replace(spec)
         hf_config = read_config(model_path)
         arch = read_architecture(hf_config)
@@ -79,7 +79,7 @@ class EmbeddedEngine:
         self._shapes = arch.weight_shapes(mtp=drafts)
         self._draft = draft
 
-        # A tied head may be left out of an update, and so may the weights of a draft that is not used.
+        # An update may omit a tied head, and the weights of a draft that is not used.
         self._optional = frozenset(n for n in weights if is_mtp_weight(n) and not drafts)
         if arch.tied:
             self._optional |= {"lm_head.weight"}
@@ -128,7 +128,7 @@ class EmbeddedEngine:
             )
             policy = AdaptiveGamma(self.costs)
         elif spec.depth and spec.mode is not SpecMode.TREE and self._table.hidden.device.type == "cpu":
-            # On a GPU it would capture graphs for shapes that the run may not use.
+            # Not on a GPU, where it would capture graphs for shapes that the run may not use.
             self.costs = sample_costs(self._decoder, self._table, gamma=spec.gamma, threads=config.threads)
 
         self._scheduler = Scheduler(
@@ -147,9 +147,9 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one turn; see `Engine.generate`.
 
-        A prompt that fills the context returns no token and finish_reason LENGTH. At temperature 0
-        logprobs and entropies are of the distribution at temperature 1. Raises ValueError for an
-        invalid request, RuntimeError after `close` or a failure of the engine.
+        For a prompt that fills the context the result has no token and finish_reason LENGTH. At temperature
+        0, logprobs and entropies are computed at temperature 1. Raises ValueError for an invalid request,
+        RuntimeError after `close` or a failure of the engine.
         """
         check_request(request, self._arch.vocab, self._spec.mode)
         loop = asyncio.get_running_loop()
@@ -165,7 +165,7 @@ class EmbeddedEngine:
             self._inbox.append((lambda: self._scheduler.submit(job), None))
             self._wake.notify()
 
-        # A cancelled caller leaves no request behind: the row is freed at the next step.
+        # If the caller is cancelled, end the request: the row is freed at the next step.
         try:
             return await future
         except asyncio.CancelledError:
@@ -175,12 +175,12 @@ class EmbeddedEngine:
             raise
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests at the next step boundary; does not wait for it."""
+        """End requests before the next step; returns at once."""
         chosen = None if request_ids is None else frozenset(request_ids)
         self._post(lambda: self._scheduler.abort(chosen))
 
     def end_session(self, session_id: str) -> None:
-        """Free the KV row of a conversation at the next step boundary."""
+        """Free the KV row of a conversation before the next step."""
         self._post(lambda: self._table.end_session(session_id))
 
     def pause(self) -> None:
@@ -194,10 +194,10 @@ class EmbeddedEngine:
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and MTP weights between two steps; returns when they are in use.
 
-        A separate draft model that is not among them stays in use; its drafts are verified against the
-        new target.
+        If the update has no weights of a separate draft model, the current draft stays in use, and its drafts
+        are verified against the new target.
 
-        Raises ValueError naming missing, unknown or misshapen weights; the old ones then stay in use.
+        Raises ValueError that names missing, unknown or misshapen weights; then the old weights stay in use.
         """
         draft = self._draft
         sent = draft is not None and any(name.startswith(draft.prefix) for name in weights)
@@ -252,7 +252,7 @@ class EmbeddedEngine:
                     self._busy_seconds += time.perf_counter() - started
                 self._scheduler.abort(None)
         except BaseException as error:
-            # Any error that ends the thread must reach the waiting callers.
+            # An error that ends the thread must be raised in the waiting callers.
             self._fail(error)
 
     def _take_inbox(self) -> bool:
@@ -261,7 +261,7 @@ class EmbeddedEngine:
             with self._wake:
                 while not (self._inbox or self._closed or self._has_work()):
                     self._wake.wait()
-                # No action is added to the inbox once this is set.
+                # After this is set, no action is added to the inbox.
                 closed = self._closed
 
             # Actions run without the lock: they may take as long as a weight update.
@@ -304,13 +304,13 @@ class EmbeddedEngine:
 
     def _answer(self, pending: Pending, result: GenerateResult) -> None:
         with self._wake:
-            if self._pending.get(result.request_id) is pending:  # else its caller was cancelled
+            if self._pending.get(result.request_id) is pending:  # otherwise its caller was cancelled
                 del self._pending[result.request_id]
 
         _settle(pending, lambda future: future.set_result(result))
 
     def _fail(self, error: BaseException) -> None:
-        """Pass an error to all callers that wait, and to later ones."""
+        """Raise an error in all waiting callers, and in later ones."""
         with self._wake:
             self._failure = error
             pending, inbox = list(self._pending.values()), list(self._inbox)
@@ -326,7 +326,7 @@ class EmbeddedEngine:
 
 
 def _settle(pending: Pending, action: Callable[[asyncio.Future], None]) -> None:
-    """Settle a request's future on the event loop of its caller, unless that is gone."""
+    """Settle a request's future on the event loop of its caller, unless that loop is closed."""
     loop, future = pending
     if not loop.is_closed():
         loop.call_soon_threadsafe(lambda: None if future.done() else action(future))

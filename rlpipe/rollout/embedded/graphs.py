@@ -1,9 +1,9 @@
-"""CUDA graphs of passes over the decoding rows, in buffers of a few fixed shapes.
+"""CUDA graphs of passes over the decoding rows, with buffers of a few fixed shapes.
 
-A pass of a small model is over before Python has launched its next kernel; a graph launches all kernels at
-once. It replays the addresses it was captured with, so rows and context are padded to a short list of sizes.
-Padding rows read the keys of other rows and write into a row that is never read, and their results are
-dropped. On a CPU the same buffers are used without capture; the tests run this path.
+With a small model, a kernel ends before Python has launched the next one; a graph launches all kernels at
+once. A graph uses the addresses and shapes it was captured with, so rows and context are padded to a short
+list of sizes. Padding rows read the keys of other rows and write into a row that is never read, and their
+results are dropped. On a CPU the same buffers are used without capture; the tests run this path.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import torch
 from rlpipe.rollout.embedded.span import Span
 
 logger = logging.getLogger(__name__)
-_WARM_UPS = 2  # before a capture, so that libraries have allocated their workspaces
+_WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspaces
 _CONTEXT = 128  # the smallest padded context
 
 
 @dataclass(slots=True, kw_only=True)
 class Buffers:
-    """Inputs and results of a pass of one shape.
+    """Inputs and results of a pass, for one padded shape.
 
-    state, select: for the draft; None where unused. results: of the last run. graph: None on a
-    CPU.
+    state, select: for the draft; None if unused. results: results of the last run. graph: None on a CPU.
     """
 
     tokens: torch.Tensor
@@ -44,16 +43,17 @@ class Buffers:
         return function(self.tokens, [self.span], *more)
 
 
-# of (tokens, spans) or (tokens, spans, state, selects), see `Model.draft`; makes tensors by token or by row
+# A pass takes (tokens, spans) or (tokens, spans, state, selects), see `Model.draft`; it returns tensors by
+# token or by row.
 Pass = Callable[..., Any]
 
 
 class Graphs:
-    """Run the passes of a model, those over decoding rows in buffers; not thread-safe.
+    """Runs the passes of a model; passes over decoding rows use buffers. Not thread-safe.
 
-    cache: the model's, [layers, 2, rows + 1, kv_heads, slots, head_dim], with an unused last row.
-    unread: [2 * kv_heads] int64, indices of that row in a layer's flat cache. usable: if False, passes run
-    without buffers, and there is no such row.
+    cache: the model's cache, [layers, 2, rows + 1, kv_heads, slots, head_dim], with an additional last row
+    for padding. unread: [2 * kv_heads] int64, indices of that row in a layer's flat cache. usable: if False,
+    passes run without buffers, and there is no additional row.
     """
 
     def __init__(self, cache: torch.Tensor, unread: torch.Tensor, *, usable: bool) -> None:
@@ -64,7 +64,7 @@ class Graphs:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all graphs: their weights have been replaced."""
+        """Drop all graphs, because their weights have been replaced."""
         self._known.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._cache.is_cuda and self._usable else None
 
@@ -80,13 +80,13 @@ class Graphs:
         """Run the pass of this name; return its results without padding.
 
         tokens: [N] int64, span after span. state: [N, H], the input of a draft's pass. selects: per span, [B]
-        int64, the token of each row that the pass is for (None: all).
+        int64, index of the token of each row that gets a result (None: all).
         """
         span = spans[0]
         if not self._usable or len(spans) > 1 or not span.decoding or span.pieces:
             return function(tokens, spans, *(() if state is None else (state, selects)))
 
-        # One set of buffers serves all passes of a padded shape.
+        # Each padded shape of a pass has one set of buffers.
         select = None if selects is None else selects[0]
         batch, context = span.batch, span.mask.shape[2]
         rows, seen = padded_rows(batch, self._rows), padded_context(context, self._slots)
@@ -95,7 +95,7 @@ class Graphs:
         if new := buffers is None:
             buffers = self._known[key] = self._make(rows, seen, tokens, span, state, select)
 
-        # The inputs are filled before a capture, so that its warm-up runs on valid ones.
+        # Fill the inputs before a capture, so that the warm-up runs on valid inputs.
         _fill(buffers, tokens, span, state, select, self._unread)
         if new and self._pool is not None:
             self._capture(function, buffers)
@@ -115,7 +115,7 @@ class Graphs:
         state: torch.Tensor | None,
         select: torch.Tensor | None,
     ) -> Buffers:
-        """Make the empty buffers of a padded shape: `rows` rows that attend to `seen` positions."""
+        """Make empty buffers for a padded shape: `rows` rows that attend to `seen` positions."""
         cache = self._cache[:, :, :rows, :, :seen]
         padded = replace(
             span,
@@ -134,7 +134,7 @@ class Graphs:
         )
 
     def _capture(self, function: Pass, buffers: Buffers) -> None:
-        """Capture the pass; on a failure, it and all later ones run without graphs."""
+        """Capture the pass; after a failure, this and all later passes run without graphs."""
         device = buffers.tokens.device
         try:
             side_stream = torch.cuda.Stream(device)
@@ -145,7 +145,7 @@ class Graphs:
                 for _ in range(_WARM_UPS):
                     buffers.call(function)
 
-                # Kernels that other threads launch meanwhile, such as a trainer's, are not captured.
+                # Kernels that other threads launch during the capture, such as a trainer's, are not captured.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     buffers.results = buffers.call(function)
@@ -160,7 +160,7 @@ class Graphs:
 
 
 def padded_rows(batch: int, most: int) -> int:
-    """Return the rows of the buffers for a batch.
+    """Return the number of rows to pad a batch to.
 
     >>> [padded_rows(batch, 60) for batch in (1, 3, 8, 9, 33, 59)]
     [1, 4, 8, 16, 40, 60]
@@ -170,7 +170,7 @@ def padded_rows(batch: int, most: int) -> int:
 
 
 def padded_context(context: int, most: int) -> int:
-    """Return the slots that the buffers see: a power of two or 1.5 times one, from 128 on.
+    """Return the number of slots to pad a context to: 128, 192, 256, 384, ..., at most `most`.
 
     >>> [padded_context(context, 1000) for context in (5, 129, 193, 257, 700, 900)]
     [128, 192, 256, 384, 768, 1000]
@@ -189,7 +189,7 @@ def _fill(
     select: torch.Tensor | None,
     unread: torch.Tensor,
 ) -> None:
-    """Copy a pass in. Padding rows keep masks with visible keys, so that their results are finite."""
+    """Copy a pass's inputs to buffers. Padding rows keep masks with visible keys: finite results."""
     batch, context, to = span.batch, span.mask.shape[2], buffers.span
     buffers.tokens[: len(tokens)].copy_(tokens)
     if state is not None:
@@ -204,7 +204,7 @@ def _fill(
 
 
 def _without_padding(results: Any, batch: int, rows: int) -> Any:
-    """Return copies, because the next replay of any graph may overwrite the results."""
+    """Copy the results without padding, because the next replay of any graph may overwrite them."""
     if isinstance(results, tuple):
         return tuple(_without_padding(result, batch, rows) for result in results)
     return results[: len(results) // rows * batch].clone()

@@ -1,12 +1,13 @@
-"""Latent attention over a cache of latent vectors: keys and values of the heads are never written out.
+"""Latent attention over a cache of latent vectors: keys and values of the heads are never computed.
 
-A token's cache is c (normed) and its rotated key k_R, 576 numbers a layer for DeepSeek-V3 where all heads'
-keys and values are 128 * (192 + 128). With W_kb and W_vb of head i (DeepSeek-V2, arXiv:2405.04434, 2.1.2):
+The cache of a token is c (normed) and its rotated key k_R. For DeepSeek-V3 these are 576 numbers a layer; the
+keys and values of all heads would be 128 * (192 + 128). With W_kb and W_vb of head i (DeepSeek-V2,
+arXiv:2405.04434, 2.1.2):
 
     q_i . k_i = q_C . W_kb c + q_R . k_R = (W_kb^T q_C) . c + q_R . k_R        o_i = W_vb (sum_t p_t c_t)
 
-So all heads read one key, which is also their value, except its last `rotary` numbers, which are dropped. The
-price is arithmetic: a score takes kv_rank + rotary products where an expanded one takes plain + rotary.
+So all heads read one key, which without its last `rotary` numbers is also their value. The price is more
+arithmetic: a score takes kv_rank + rotary products instead of plain + rotary.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class LatentProjection:
     """Hidden states [N, H] -> queries of all heads, then the key that is cached: [N, heads + 1, d]."""
 
     def __init__(self, arch: Architecture, get: Get, prefix: str) -> None:
-        """Read the weights. get: a weight by its Hugging Face name. prefix: of the attention's names."""
+        """Read the weights. get: returns a weight by Hugging Face name. prefix: of the attention's names."""
         latent = self._latent = arch.latent
         self._heads = arch.heads
         shared = get(f"{prefix}kv_a_proj_with_mqa.weight")
         query = get(f"{prefix}{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
 
-        # The engine rotates neighbouring channels; reorder checkpoints that rotate halves.
+        # The engine rotates pairs of neighbouring channels; reorder checkpoints that rotate halves.
         if not latent.interleaved:
             half = latent.rotary // 2
             pairs = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
@@ -51,7 +52,7 @@ class LatentProjection:
         self._absorbed = _by_head(arch, get, prefix)[:, : latent.plain].contiguous()
 
     def __call__(self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Project [N, H] -> [N, heads + 1, kv_rank + rotary]. rotate: turns [N, heads, rotary] in place."""
+        """Project [N, H] -> [N, heads + 1, kv_rank + rotary]. rotate: applies RoPE to [N, heads, rotary]."""
         latent, heads, eps = self._latent, self._heads, self._latent.norm_eps
         compressed, shared, turned = self._down(hidden).split(
             [latent.query_rank, latent.kv_rank, latent.rotary], -1
@@ -61,7 +62,7 @@ class LatentProjection:
             hidden = F.rms_norm(compressed, (latent.query_rank,), self._query_norm, eps)
         query = self._query(hidden).unflatten(-1, (heads, -1))
 
-        # The queries of all heads, with W_kb absorbed, and the one key come out in a single tensor.
+        # The queries of all heads, with W_kb absorbed, and the one key are written to a single tensor.
         made = query.new_empty(len(query), heads + 1, latent.kv_rank + latent.rotary)
         plain, rotary = query.split([latent.plain, latent.rotary], -1)
         made[:, :heads, : latent.kv_rank] = torch.bmm(plain.transpose(0, 1), self._absorbed).transpose(0, 1)
@@ -74,10 +75,10 @@ class LatentProjection:
 
 
 class LatentOutput:
-    """Mixtures of cached keys [N, heads * d] -> [N, H]."""
+    """Output projection: attention over cached keys [N, heads * d] -> [N, H]."""
 
     def __init__(self, arch: Architecture, get: Get, prefix: str) -> None:
-        """Read the weights. get: a weight by its Hugging Face name. prefix: of the attention's names."""
+        """Read the weights. get: returns a weight by Hugging Face name. prefix: of the attention's names."""
         self._heads, self._rank = arch.heads, arch.latent.kv_rank
         self._values = _by_head(arch, get, prefix)[:, arch.latent.plain :].transpose(1, 2).contiguous()
         self._output = Linear(get(f"{prefix}o_proj.weight"))
@@ -89,5 +90,5 @@ class LatentOutput:
 
 
 def _by_head(arch: Architecture, get: Get, prefix: str) -> torch.Tensor:
-    """Return W_kb above W_vb of each head: [heads, plain + value, kv_rank]."""
+    """Return, for each head, the rows of W_kb, then those of W_vb: [heads, plain + value, kv_rank]."""
     return get(f"{prefix}kv_b_proj.weight").unflatten(0, (arch.heads, -1))

@@ -1,4 +1,4 @@
-"""The weights of one decoder layer, fused and ordered for the products of `model`."""
+"""The weights of one decoder layer, fused and ordered for the matrix products in `model`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_layer(
     get: returns a weight on the device, by its name in `weights`. qk_norm: whether queries and keys are
     normed, None for the model's setting.
     """
-    # Neighbours form a rotated pair, instead of channels half a head apart as in the checkpoint.
+    # RoPE here rotates pairs of neighbouring channels; the checkpoint pairs channels half a head apart.
     half = arch.rotary_dim // 2
     rotated = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
     order = torch.cat((rotated, torch.arange(2 * half, arch.head_dim)))
@@ -79,7 +79,7 @@ def make_layer(
         bias = weights[prefix + ROUTER_BIAS.hf[0]].to(router.device) if arch.experts.sigmoid else None
         return Mixture(arch.experts, router, members, shared, bias)
 
-    # Latent attention normalizes its compressed vectors, so it has no norms of queries and keys.
+    # Latent attention normalizes compressed vectors instead of queries and keys.
     if arch.latent:
         within = get, f"{prefix}self_attn."
         attention = LatentProjection(arch, *within), None, None, LatentOutput(arch, *within)

@@ -1,8 +1,8 @@
 """Matrix products of the engine: the fastest CPU kernel for each size, F.linear on other devices.
 
-PyTorch's float32 F.linear goes to MKL, which uses AVX2 only on some CPUs; oneDNN with a prepacked
-weight is up to 2.2x faster there from a few dozen rows on, but has about 8 us of fixed cost, so
-small products stay with MKL. bfloat16 gains from prepacking at every size.
+PyTorch's float32 F.linear uses MKL, which on some CPUs uses only AVX2. There oneDNN with a prepacked weight
+is up to 2.2x faster for a few dozen rows or more. It has a fixed cost of about 8 us, so small products stay
+with MKL. bfloat16 gains from prepacking at every size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Multiply-adds from which the prepacked kernel wins (measured: 8 rows of 1024x128, 32 of 256x128).
+# Number of multiply-adds from which the prepacked kernel is faster (measured: 8 rows of 1024x128, 32 of
+# 256x128).
 PACKED_FROM = 1_000_000
 _PACK_FOR_ROWS = 32
 
@@ -23,12 +24,13 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Store the weight [out, in] and bias ([out] or None), prepacked where that is faster.
 
-        `weight` is None where every product uses the prepacked copy, so that one copy is in memory.
+        The attribute `weight` is None if every product uses the prepacked copy, so that only one copy is in
+        memory.
         """
         self.weight: torch.Tensor | None = weight.contiguous()
         self.bias = bias
         self._packed = None
-        self._packed_from = float("inf")  # rows from which the prepacked weight is used
+        self._packed_from = float("inf")  # number of rows from which the prepacked weight is used
         if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
             if weight.dtype == torch.float32:
                 self._packed_from = PACKED_FROM / max(1, weight.numel())

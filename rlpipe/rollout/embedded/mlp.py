@@ -26,10 +26,10 @@ class GatedMlp:
 
 @dataclass(slots=True)
 class Mixture:
-    """MoE layer: the experts of a token's highest scores, weighted by a softmax or sigmoids in float32.
+    """MoE layer: each token uses its highest-scoring experts, weighted by a softmax or sigmoids in float32.
 
-    router: [experts, H]. shared: reads every token. bias: [experts] float32, added only for the choice.
-    chosen: [N, experts per token], of the last call.
+    router: [experts, H]. shared: expert for every token. bias: [experts] float32, added to the scores only
+    for the choice. chosen: [N, experts per token], the choice in the last call.
     """
 
     experts: Experts
@@ -40,7 +40,7 @@ class Mixture:
     chosen: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the MoE of tokens [n, H]; `chosen` has the experts of each token afterwards."""
+        """Compute the layer for tokens [n, H], and set `chosen` to the experts of each token."""
         scores = F.linear(x.float(), self.router.float())
         scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
         chosen = self._allowed(scores if self.bias is None else scores + self.bias)
@@ -62,11 +62,11 @@ class Mixture:
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores [N, experts], -inf for the experts of groups that a token does not choose."""
+        """Return scores [N, experts], with -inf for experts in groups that the token does not choose."""
         if self.experts.groups == 1:
             return scores
 
-        # A group counts by the sum of its two highest scores.
+        # The score of a group is the sum of its two highest scores.
         grouped = scores.unflatten(1, (self.experts.groups, -1))
         best = grouped.topk(2).values.sum(-1).topk(self.experts.groups_per_token).indices
         barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)

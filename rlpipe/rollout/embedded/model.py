@@ -1,16 +1,17 @@
-"""The forward pass of target and draft over a row-wise KV cache: plain torch ops, no modules.
+"""The forward pass of target and draft over a row-wise KV cache, in plain torch operations.
 
-Owns fused weights, RoPE and the order of operations, independent of requests and sampling. A pass
-joins spans: a span is B consecutive cache rows with q new tokens each. All products run over the
-tokens of all spans at once, only attention goes span by span, so prompts share a pass with decoding rows.
+Owns fused weights, RoPE and the order of operations, independent of requests and sampling. A pass joins
+spans: a span is B consecutive cache rows with q new tokens each. Matrix products run over the tokens of all
+spans at once and only attention runs span by span, so prompts and decoding rows share a pass.
 
     x [N, H] -> per layer: norm, fused qkv, RoPE, cache write, attention per span, output, SwiGLU
 
-With latent attention (`latent`) one key per token is cached, from which all heads compute scores and values.
+With latent attention (`latent`) only one key per token is cached; all heads compute scores and values from
+it.
 
-Equal to transformers' logits (the tests compare), with two rearrangements: q, k, v and gate, up are
-fused, and the q, k channels are stored interleaved so that RoPE is one complex product. Scores do
-not change, because q and k are permuted alike.
+Logits equal those of transformers (tests compare them). Two things are arranged differently: q, k, v and
+gate, up are fused, and the channels of q and k are stored interleaved so that RoPE is one complex product.
+Scores do not change, because q and k are permuted in the same way.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from rlpipe.rollout.embedded.span import Span, flat_index, join
 
 
 class DraftModel(Protocol):
-    """A draft model outside the checkpoint, over the cache of a model; `eagle3.Eagle3Draft` is one.
+    """A draft model with a separate checkpoint that uses the cache of a model, such as `eagle3.Eagle3Draft`.
 
-    layers: indices of the target layers that it reads outputs of. prefix: of the names of its weights in an
-    update of the target. shapes: of its weights, by those names. ids: as `Model.draft_ids`.
+    layers: indices of the target layers whose outputs it reads. prefix: prefix of its weights' names in an
+    update of the target. shapes: shapes of its weights, by these names. ids: see `Model.draft_ids`.
     """
 
     layers: Sequence[int]
@@ -64,7 +65,7 @@ class DraftModel(Protocol):
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Compute the next states, [N, H] or [sum B, H]; arguments of `Model.draft`."""
+        """Compute the next states, [N, H] or [sum B, H]; for the arguments see `Model.draft`."""
 
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fuse the outputs [N, H] of each layer in `layers` into the input of the first step."""
@@ -74,13 +75,13 @@ class DraftModel(Protocol):
 
 
 class Model:
-    """Target and (optionally) one draft, the MTP layers or a separate model, over one KV cache.
+    """A target and optionally a draft (the MTP layers or a separate model) over one KV cache.
 
-    The cache is [layers (+ those of the draft), 2, rows, kv_heads, slots, head_dim], keys before values; with
-    latent attention there is one head with its keys as values, and 1 instead of 2.
-    The draft's layers are the last ones. mtp: number of MTP layers, one per depth if several; 0 without them.
-    depths: the same for any draft. draft_vocab: ascending tokens that the MTP layers draft; None for all.
-    graphs: run passes over decoding rows by `Graphs`, which adds a row.
+    The cache is [layers of target and draft, 2, rows, kv_heads, slots, head_dim], keys before values. With
+    latent attention there is one head, its keys are also the values, and the second dimension is 1. The
+    draft's layers are the last ones. mtp: number of MTP layers (one per depth if several), 0 without them.
+    depths: number of draft layers, of any kind of draft. draft_vocab: tokens that the MTP layers draft,
+    ascending; None for all. graphs: run passes over decoding rows with `Graphs`, which adds a row.
     """
 
     def __init__(
@@ -101,12 +102,12 @@ class Model:
         self.rows, self.slots = rows, slots
         self._mtp_ids = None if draft_vocab is None else torch.tensor(draft_vocab, device=device)
 
-        # cuDNN's attention fails on keys that are views of a growing cache (misaligned address).
+        # cuDNN's attention fails with keys that are views of a growing cache (misaligned address).
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.depths, sides = 1 if draft is not None else int(mtp), 1 if arch.latent else 2
         layers, kv_heads, head_dim = arch.layers + self.depths, arch.cached_heads, arch.cached_dim
 
-        # Only the host has the number of tokens that an expert gets, so MoE passes cannot be captured.
+        # MoE passes cannot be captured, because they need each expert's number of tokens on the host.
         graphs = graphs and arch.experts is None
         kept = rows + graphs
         self.cache = torch.zeros(layers, sides, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
@@ -120,12 +121,12 @@ class Model:
 
         self._graphs = Graphs(self.cache, self._row_offsets[-1] + self._head_offsets, usable=graphs)
 
-        # In float32, as trainer and servers: exact angles would differ by 2e-3 after 32k tokens.
+        # In float32, like trainer and servers: exact angles would differ by 2e-3 after 32k tokens.
         angles = torch.arange(slots)[:, None] * torch.tensor(arch.rope.frequencies(arch.rotary_dim))
         self._rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
-        self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # rotations are scaled
+        self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # its rotations are scaled
 
         self.load(weights)
         if draft is not None:
@@ -133,11 +134,11 @@ class Model:
 
     @property
     def drafts(self) -> bool:
-        """True when the model has a draft, which caches separate keys."""
+        """Whether the model has a draft with keys in the cache."""
         return self.depths > 0
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights; keep the cache, and a separate draft model without weights among them.
+        """Replace all weights except those of a separate draft model that the update omits; keep the cache.
 
         The caller has checked names and shapes.
         """
@@ -145,13 +146,13 @@ class Model:
         get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
 
-        # A tied head is the embedding, whether or not the checkpoint repeats it.
+        # A tied head is the embedding, even if the checkpoint also stores it separately.
         head = self.embedding if self.arch.tied else get("lm_head.weight")
         self.head = Linear(head)
         if self.draft_model is None:
             ids = self._mtp_ids
             self._draft_head = self.head if ids is None else Linear(head.index_select(0, ids))
-        del head  # a packed head needs no second copy
+        del head  # a prepacked head needs no second copy
 
         self.final_norm = get("model.norm.weight")
 
@@ -162,7 +163,7 @@ class Model:
         if self.draft_model is None:
             self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
 
-        # A separate draft is replaced only if the update has weights of it.
+        # A separate draft is replaced only if the update has its weights.
         if self.draft_model is not None:
             prefix = self.draft_model.prefix
             draft = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -181,10 +182,11 @@ class Model:
     ) -> Span:
         """Make the span of rows first, first + 1, ...
 
-        first: first cache row. positions: [B, q] int64, RoPE position of each token. context: number of
-        slots read, at least those attended to; of all rows, or of each [B]. slots: [B, q], slot of each
-        token's key; unseen: [B, q, max(context)] bool, the slots that a token must not attend to. Without
-        them a token's slot is its position, and it sees no later one. decoding: see `Span`.
+        first: first cache row. positions: [B, q] int64, RoPE position of each token. context: number of slots
+        to read, which must include those attended to: one number, or one per row [B]. slots: [B, q], slot of
+        each token's key. unseen: [B, q, max(context)] bool, the slots that a token must not attend to.
+        Without slots and unseen, a token's slot is its position, and it sees no later slot. decoding: see
+        `Span`.
         """
         batch, width = positions.shape
         arch, products = self.arch, use_products(width, self.device)
@@ -215,13 +217,13 @@ class Model:
         )
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Run the backbone: tokens [N] int64, span after span -> final-norm states [N, H]; writes keys."""
+        """Run the backbone and write keys: tokens [N] int64, span after span -> final-norm states [N, H]."""
         return self._backbone(tokens, spans, ())[0]
 
     def forward_to_draft(
         self, tokens: torch.Tensor, spans: Sequence[Span]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `forward`; return also the input of `draft` at these tokens [N, H]: the same, or features."""
+        """Run `forward`; also return the input of `draft` [N, H]: the same states, or features."""
         return self._graphs.run("target", self._forward_to_draft, tokens, spans)
 
     def _forward_to_draft(
@@ -236,14 +238,14 @@ class Model:
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Span], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `forward`; return also the outputs of some layers concatenated [N, len(layers) * H]."""
+        """Run `forward`; also return the concatenated outputs of some layers [N, len(layers) * H]."""
         hidden, outputs = self._backbone(tokens, spans, layers)
         return hidden, torch.cat(outputs, -1)
 
     def _backbone(
         self, tokens: torch.Tensor, spans: Sequence[Span], kept: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return final-norm hidden states, and the outputs of the chosen layers in their order."""
+        """Return final-norm hidden states, and the outputs of the layers `kept`, in that order."""
         x, outputs = self.embedding.index_select(0, tokens), {}
         shared = join(spans)
         for index, layer in enumerate(self.layers):
@@ -261,11 +263,11 @@ class Model:
         selects: Sequence[torch.Tensor] | None = None,
         depth: int = 0,
     ) -> torch.Tensor:
-        """Run a draft layer: the token after each position and the state at it -> next state.
+        """Run a draft layer: the state at each position and the token after it -> next state.
 
-        tokens: [N] int64. hidden: [N, H], from `forward_to_draft` or of the depth before. selects: per span
-        [B] int64, the one token of each row to continue from (keys of all tokens are written anyway).
-        depth: index of the layer if several. Returns [N, H], or [sum B, H].
+        tokens: [N] int64. hidden: [N, H], from `forward_to_draft` or from the depth before. selects: per span
+        [B] int64, the one token of each row to compute a state for (keys are written for all tokens). depth:
+        index of the layer, if there are several. Returns [N, H] or, with selects, [sum B, H].
         """
         run = partial(self._draft, depth)
         return self._graphs.run(f"draft {depth}", run, tokens, spans, hidden, selects)
@@ -291,9 +293,9 @@ class Model:
         read: torch.Tensor | None = None,
         depth: int = 0,
     ) -> torch.Tensor:
-        """Run a draft's layer over x [N, H]; its keys are stored after the target's layers; see `draft`.
+        """Run a draft's layer over x [N, H]; see `draft`. Its cache follows that of the target's layers.
 
-        read: the input of attention instead of the normed x, of any width.
+        read: input of attention, of any width, to use instead of the normed x.
         """
         return self._run(layer, self.arch.layers + depth, x, spans, join(spans), selects, read)
 
@@ -307,7 +309,7 @@ class Model:
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
-        """Tokens [D] that the draft can propose, ascending; None for all V of the target."""
+        """Tokens [D] that the draft can propose, ascending; None for all V tokens of the target."""
         return self._mtp_ids if self.draft_model is None else self.draft_model.ids
 
     def _run(
@@ -333,7 +335,7 @@ class Model:
         self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, arch.cached_dim))
         masks = [span.mask for span in spans]
 
-        # Keys of all tokens are in the cache now; only the selected tokens are carried on.
+        # The keys of all tokens are in the cache now; continue only with the selected tokens.
         if selects is not None:
             chosen = flat_index(spans, selects)
             x, qkv = x.index_select(0, chosen), qkv.index_select(0, chosen)
@@ -354,7 +356,7 @@ class Model:
         return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
 
     def _grouped(self, layer: Layer, read: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Compute queries, then keys, then values: [N, H] -> [N, heads + 2 * kv_heads, head_dim]."""
+        """Compute queries, keys and values, in this order: [N, H] -> [N, heads + 2 * kv_heads, head_dim]."""
         arch, heads, turned = self.arch, self.arch.heads, self.arch.heads + self.arch.kv_heads
         qkv = layer.qkv(read).view(len(read), -1, arch.head_dim)
 
@@ -366,7 +368,7 @@ class Model:
         return qkv
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Apply RMSNorm to x [N, H], with five kernels on a CPU where F.rms_norm runs about nine."""
+        """Apply RMSNorm to x [N, H]; on a CPU with five kernels instead of F.rms_norm's nine or so."""
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
         squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
@@ -382,7 +384,7 @@ class Model:
             x.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
 
     def getter(self, weights: Mapping[str, torch.Tensor]):
-        """Return a function from a name to a copy of its weight, on the device, in the model's dtype."""
+        """Return a function that copies a weight, by name, to the device in the model's dtype."""
         return lambda name: (
             weights[name].detach().to(device=self.device, dtype=self.dtype, copy=True).contiguous()
         )
@@ -390,5 +392,5 @@ class Model:
     def layer(
         self, get, weights: Mapping[str, torch.Tensor], prefix: str, *, qk_norm: bool | None = None
     ) -> Layer:
-        """Make a layer in the form of `_run`; get: from `getter`. qk_norm: None for the target's."""
+        """Make a layer for `_run`; get: from `getter`. qk_norm: None for the target's setting."""
         return make_layer(self.arch, get, weights, prefix, qk_norm=qk_norm)

@@ -1,7 +1,7 @@
-"""One MTP layer in the engine: its weights, and one depth of drafting with it.
+"""One MTP layer in the engine: its weights, and drafting one depth with it.
 
-Owns the equations of `models.checkpoint` in the engine's fused form; `model` owns the slots of its keys,
-`decoder` and `drafting` own which depth runs when, and over which tokens.
+Owns the equations of `models.checkpoint` in the engine's fused form. `model` owns the slots of its keys;
+`decoder` and `drafting` decide when a depth runs, and over which tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class MtpLayer:
 
     @classmethod
     def read(cls, model: Model, weights: Mapping[str, torch.Tensor], index: int) -> MtpLayer:
-        """Read the layer of a depth, counted from 0."""
+        """Read the layer for a depth, counted from 0."""
         get, prefix, parts = model.getter(weights), mtp_prefix(index), model.arch.draft
         token_norm, hidden_norm, joined, final_norm = (get(prefix + part.hf[0]) for part in parts)
 
-        # Unless it is swapped, the checkpoint's product has the token first; `step` has it last.
+        # In checkpoints without the layout SWAPPED the token's columns are first; `step` needs them last.
         if Layout.SWAPPED not in {part.layout for part in parts}:
             joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
         return cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
@@ -51,7 +51,7 @@ class MtpLayer:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Compute the states of the next depth, [N, H] or [sum B, H]; arguments of `Model.draft`."""
+        """Compute the states of the next depth, [N, H] or [sum B, H]; for the arguments see `Model.draft`."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)
         x = self.joined(torch.cat((model.norm(hidden, self.hidden_norm), embedded), -1))
         return model.norm(model.run_draft_layer(self.layer, x, spans, selects, depth=depth), self.final_norm)

@@ -1,18 +1,18 @@
 """The KV rows of the engine: the owner and the state of each row.
 
-Invariant: rows [0, active) run requests, rows [active, used) hold idle conversations, the remaining
-rows are free. So every pass works on a contiguous slice and no keys are gathered; the price is that a row's
-contents move when a request joins or leaves.
+Invariant: rows [0, active) run requests, rows [active, used) contain idle conversations, the remaining rows
+are free. So every pass works on a contiguous slice and no keys are gathered; the price is that the contents
+of a row move when a request joins or leaves.
 
-Only keys, values and the draft's hidden state are on the device. Other state is in arrays on the
-host, uploaded by a pass as needed: every token passes through the host anyway. A row with `total` tokens
-has keys for the first total - 1 of them; the last one is the next pass's input.
+Only keys, values and the draft's hidden state are on the device. Other state is in arrays on the host, which
+a pass uploads as needed: every token passes through the host anyway. A row with `total` tokens has keys for
+all but the last token, which is the input of the next pass.
 
-A conversation whose row is needed by another is parked: its row is copied to the host, and copied back when
-its next request joins. So rows hold running conversations, and more conversations can be open than there are
-rows. Parked conversations have at most PARKED times as many tokens as fit into all rows; one that does not
-fit loses its keys. The oldest parked one is not dropped instead: where conversations take turns, the oldest
-is the next one to continue.
+If a row is needed, an idle conversation is parked: its row is copied to the host, and copied back when its
+next request joins. So there can be more open conversations than rows. Parked conversations together have at
+most PARKED times as many tokens as fit into all rows; a conversation that does not fit loses its keys. It
+would be worse to drop the oldest parked conversation instead: where conversations alternate, the oldest is
+the next to continue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlpipe.types import routes_type
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Cached:
-    """The cache of a conversation: tokens, all but the last with keys, and `draft_keys` of the table."""
+    """The cache of a conversation. tokens: all but the last have keys. draft_keys: see `RowTable`."""
 
     tokens: np.ndarray
     draft_keys: int
@@ -41,7 +41,7 @@ class Cached:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class _Parked:
-    """A conversation without a row. tensors: of its tokens, on the host. hidden: the draft's states."""
+    """A conversation without a row. tensors: its cache, on the host. hidden: the draft's states."""
 
     cached: Cached
     tensors: list[torch.Tensor]
@@ -51,9 +51,9 @@ class _Parked:
 class RowTable:
     """State of all rows of a model's cache.
 
-    depth: the most draft tokens a step accepts, 0 without speculation. streams: uniforms per position.
-    history: store the target's hidden states, for a draft that does not run in every step. routes: store
-    the experts that read each token.
+    depth: the maximum of draft tokens that a step accepts, 0 without speculation. streams: uniforms per
+    position. history: store the target's hidden states, for a draft that does not run in every step. routes:
+    store each token's experts.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class RowTable:
         # [rows, slots, layers with experts, experts per token], on the host
         self.routes = _empty_routes(model) if routes else None
 
-        self.draft_keys = np.full(rows, slots)  # keys of the draft's first layer are right before this one
+        self.draft_keys = np.full(rows, slots)  # the draft's first layer has valid keys before this position
         self.tokens = np.zeros((rows, slots), np.int64)
         self.total = np.zeros(rows, np.int64)
         self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt
-        self.end = np.zeros(rows, np.int64)  # total at which the request's length is exhausted
+        self.end = np.zeros(rows, np.int64)  # total at which the request has its maximum length
 
         self.logprobs = np.zeros((rows, slots), np.float32)
         self.entropies = np.zeros((rows, slots), np.float32)
         self.versions = np.zeros((rows, slots), np.int32)
 
-        self.uniforms = np.zeros((rows, slots, streams))  # by index among the output tokens
+        self.uniforms = np.zeros((rows, slots, streams))  # indexed by output token
         self.drafted = np.zeros((rows, depth), np.int64)  # verify steps that reached a depth
-        self.accepted = np.zeros((rows, depth), np.int64)  # those of them that accepted it
+        self.accepted = np.zeros((rows, depth), np.int64)  # verify steps that accepted that depth
         self.verify_steps = np.zeros(rows, np.int64)
         self.proposed = np.zeros(rows, np.int64)  # drafted tokens
 
@@ -94,22 +94,22 @@ class RowTable:
 
         self.jobs: list[Any] = [None] * rows
         self._owner: list[str | None] = [None] * rows
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # idle ones, least recently used first
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # idle conversations, least recently used first
         self._parked: dict[str, _Parked] = {}
         self.parked_tokens, self.max_parked_tokens = 0, PARKED * rows * slots
 
     def divisor(self, rows: np.ndarray | slice) -> torch.Tensor | None:
-        """Return the temperatures [n] of n rows, None when all are 1; greedy rows have 1."""
+        """Return the temperatures [n] of n rows, or None when all are 1; greedy rows count as 1."""
         temperature = self.temperature[rows]
         return torch.from_numpy(temperature).to(self._device) if (temperature != 1).any() else None
 
     def sampled_from(self, probs: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
-        """Return probs [N, ..., V] with the rows that are greedy replaced by a one at their argmax."""
+        """Return probs [N, ..., V], with those of greedy rows replaced by 1 at their argmax, else 0."""
         greedy = self.greedy[rows]
         return greedy_rows(probs, torch.from_numpy(greedy).to(self._device)) if greedy.any() else probs
 
     def choices(self, logits: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
-        """Return the distributions that rows sample from, by their logits [N, ..., V]."""
+        """Return the distributions that rows sample from, given their logits [N, ..., V]."""
         return self.sampled_from(softmax(logits, self.divisor(rows)), rows)
 
     def idle_row(self, session_id: str | None) -> int | None:
@@ -117,16 +117,16 @@ class RowTable:
         return self._sessions.get(session_id) if session_id is not None else None
 
     def cached(self, session_id: str | None) -> Cached | None:
-        """Return the cached part of a conversation without a request, or None."""
+        """Return the cached part of a conversation that has no running request, or None."""
         row, parked = self.idle_row(session_id), self._parked.get(session_id or "")
         return self.cached_in(row) if row is not None else parked.cached if parked else None
 
     def cached_in(self, row: int) -> Cached:
-        """Return the cached conversation of a row; the result changes with the row."""
+        """Return the cached conversation of a row, as views of the row's data."""
         return Cached(tokens=self.tokens[row, : int(self.total[row])], draft_keys=int(self.draft_keys[row]))
 
     def take(self, session_id: str | None) -> tuple[int, bool]:
-        """Make row `active` the row of a joining request; needs active < rows.
+        """Make row `active` the row of a joining request; requires active < rows.
 
         Returns (row, whether it has the conversation's keys).
         """
@@ -136,12 +136,12 @@ class RowTable:
             del self._sessions[session_id]
             self._exchange(row, target)
         elif self.used < self.rows:
-            # Idle conversations begin at `active`; the first of them moves to the end.
+            # Idle conversations begin at `active`; move the first one to the end.
             if self.used > target:
                 self._move(target, self.used)
             self.used += 1
         else:
-            # No row is free, so the conversation that was idle for the longest time loses its row.
+            # No row is free, so the conversation that has been idle for the longest time loses its row.
             evicted, oldest = self._sessions.popitem(last=False)
             self._park(evicted, oldest)
             if oldest != target:
@@ -166,8 +166,8 @@ class RowTable:
     ) -> None:
         """Write a request into its row; the caller fills its keys.
 
-        prompt: [P] token ids. end: length at which it ends. temperature: 0 is greedy. stops: token ids.
-        uniforms: [output tokens, streams] in [0, 1).
+        prompt: [P] token ids. end: length at which the request ends. temperature: 0 is greedy. stops: stop
+        token ids. uniforms: [output tokens, streams] in [0, 1).
         """
         self.jobs[row] = job
         self.tokens[row, : len(prompt)] = prompt
@@ -180,7 +180,7 @@ class RowTable:
         self.greedy[row] = temperature == 0
         self.temperature[row] = temperature or 1.0
 
-        # The stop table is as wide as the longest list of stop tokens so far.
+        # Widen the stop table if this list of stop tokens is the longest so far.
         missing = len(stops) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
@@ -205,7 +205,7 @@ class RowTable:
             self._sessions[session] = last
 
     def tidy(self) -> None:
-        """Move one long row before the shorter ones, so that rows which attend together have similar lengths.
+        """Move one long row before shorter rows, so that rows that attend together have similar lengths.
 
         Returns without a change on a GPU, where attention does not group rows.
         """
@@ -215,13 +215,13 @@ class RowTable:
         long = totals > 1.5 * np.median(totals)
         split = np.count_nonzero(long)
 
-        # The long rows belong before `split`; exchange one that is after it.
+        # Long rows belong before `split`: exchange one that is after it.
         behind = np.flatnonzero(long[split:])
         if len(behind):
             self._exchange(int(np.flatnonzero(~long[:split])[0]), split + int(behind[0]))
 
     def end_session(self, session_id: str) -> None:
-        """Free a conversation's row: now if it is idle, else when its request ends."""
+        """Free a conversation's row, at once if it is idle, else when its request ends."""
         self._drop(session_id)
 
         for row in range(self.active):
@@ -229,17 +229,17 @@ class RowTable:
                 self._owner[row] = None
 
     def drop_idle(self) -> None:
-        """Free all idle conversations, parked ones too."""
+        """Free all idle conversations, including parked ones."""
         for session_id in [*self._sessions, *self._parked]:
             self._drop(session_id)
 
     def copy_keys(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` slots of a row: keys of target and draft, history, routes."""
+        """Copy the first `length` slots of a row to another: keys of target and draft, history, routes."""
         for to, of in zip(self._tensors(target, length), self._tensors(source, length), strict=True):
             to.copy_(of)
 
     def _tensors(self, row: int, length: int) -> list[torch.Tensor]:
-        """Return the stored tensors of a row's first `length` tokens as slices, which copy fast."""
+        """Return the stored tensors of a row's first `length` tokens, as slices that are fast to copy."""
         keys = self.cache[:, :, row, :, :length]
         return [keys, *(x[row, :length] for x in (self.history, self.routes) if x is not None)]
 
@@ -257,7 +257,7 @@ class RowTable:
         self.parked_tokens += length
 
     def _unpark(self, session_id: str | None) -> _Parked | None:
-        """Take a conversation out of the parked ones."""
+        """Remove a conversation from the parked ones and return it; None if it is not parked."""
         parked = self._parked.pop(session_id or "", None)
         self.parked_tokens -= len(parked.cached.tokens) if parked else 0
         return parked
@@ -285,7 +285,7 @@ class RowTable:
             self._move(self.used, row)
 
     def _move(self, source: int, target: int) -> None:
-        """Overwrite a row with another one, which becomes free."""
+        """Overwrite row `target` with row `source`, which becomes free."""
         self.copy_keys(source, target, int(self.total[source]))
         self.hidden[target] = self.hidden[source]
         for array in self._arrays():

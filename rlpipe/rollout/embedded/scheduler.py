@@ -1,10 +1,10 @@
 """Request scheduling: admission to rows, bookkeeping of emitted tokens, and the end of requests.
 
-Owns the waiting queue and the answers; runs on the engine thread only. One round: admit the requests that
-fit, run one step of all rows, answer the requests that ended and release their rows.
+Owns the waiting queue and the answers; runs only on the engine thread. A round admits the requests that fit,
+runs one step of all rows, answers the requests that ended, and releases their rows.
 
-A conversation whose keys are still cached processes only its new tokens. Requests with equal prompts
-that join in one round are processed once, and their keys are copied.
+For a conversation with cached keys only the new tokens are processed. Among requests with equal prompts that
+join in one round, one is processed, and its keys are copied for the others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResul
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way through the engine.
+    """A request in the engine.
 
-    finish: called once, on the engine thread, with the answer. top, drafts: collected on request.
+    finish: called once with the answer, on the engine thread. top, drafts: collected on request.
     """
 
     request: GenerateRequest
@@ -39,10 +39,10 @@ class Job:
 
 
 class Scheduler:
-    """Run requests over a row table.
+    """Runs requests over a row table.
 
-    policy: chooses gamma. depth, drafts: the most draft tokens that a step accepts and proposes per row.
-    streams: uniforms per position. prefill_tokens: budget of one admission.
+    policy: chooses gamma. depth: maximum of draft tokens that a step accepts per row. drafts: maximum that it
+    proposes. streams: uniforms per position. prefill_tokens: token budget of one admission.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scheduler:
         self._table, self._decoder, self._policy = table, decoder, policy
         self._depth, self._drafts, self._streams = depth, drafts, streams
         self._max_context, self._prefill_tokens = max_context, prefill_tokens
-        self._gamma = 0  # of the current round
+        self._gamma = 0  # in the current round
         self._waiting: deque[Job] = deque()
         self._stats = EngineStats()
         self.version = 0
@@ -97,11 +97,11 @@ class Scheduler:
         tokens = self._record(emitted)
         self._stats.row_steps += decoding
 
-        # A step with prefill in it would distort the measured cost of decoding.
+        # A step that includes prefill would distort the measured cost of decoding.
         if plain and isinstance(self._policy, AdaptiveGamma):
             self._policy.timed(decoding, self._gamma, seconds)
             if self._gamma:
-                # Time that the same tokens would have taken at one token per row and step.
+                # The time that the same tokens would have taken without drafts.
                 without = tokens * self._policy.seconds(decoding, 0) / decoding
                 self._stats.decode_seconds += seconds
                 self._stats.plain_seconds += without
@@ -113,7 +113,7 @@ class Scheduler:
         def hit(job: Job) -> bool:
             return chosen is None or job.request.request_id in chosen
 
-        # From the end, because finishing a row moves the last active row into its position.
+        # Start from the end, because finishing a row moves the last active row into its position.
         for row in reversed(range(self._table.active)):
             if hit(self._table.jobs[row]):
                 self._finish(self._table.jobs[row], row, FinishReason.ABORT)
@@ -124,7 +124,7 @@ class Scheduler:
             self._finish(job, None, FinishReason.ABORT)
 
     def stats(self, busy_seconds: float) -> EngineStats:
-        """Return the counters since the start. busy_seconds: in which a step was computed."""
+        """Return the counters since the start. busy_seconds: time in which steps were computed."""
         return replace(
             self._stats,
             policy_version=self.version,
@@ -142,11 +142,11 @@ class Scheduler:
         table = self._table
         first, copies = table.active, []
 
-        # Requests of similar lengths are neighbours, so that their prompts need little padding.
+        # Sort by length, so that the prompts of neighbours need little padding.
         leaders.sort(key=lambda item: item[0])
 
         # Copies come after all rows that are processed; `Decoder.step` expects this order. If several leaders
-        # have one prompt, copies use the first.
+        # have the same prompt, copies use the first.
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
             for job in followers.pop(leader.request.prompt_ids.tobytes(), ()):
@@ -172,7 +172,7 @@ class Scheduler:
             if key in followers and cached is None:
                 followers[key].append(job)
             else:
-                # A conversation with cached keys copies none, even if another request has its prompt.
+                # A conversation with cached keys copies no keys, even if another request has the same prompt.
                 size = len(prompt) - self._start(cached, prompt)
                 if leaders and size > budget:
                     break
@@ -194,7 +194,7 @@ class Scheduler:
         common = int(differ[0]) if len(differ) else keys
         start = min(common, length - 1)
         if self._depth:
-            # A key of the draft's last layer needs the tokens up to `depths` positions after it.
+            # A key of the draft's last layer depends on the tokens up to `depths` positions later.
             start = min(start, common - depths)
         if self._gamma:
             start = min(start, cached.draft_keys + 1 - depths)
@@ -220,7 +220,7 @@ class Scheduler:
         return start
 
     def _record(self, emitted: Emitted) -> int:
-        """Append emitted tokens up to stop tokens and limits, and finish the requests that ended.
+        """Append emitted tokens up to a stop token or the limit, and finish the requests that ended.
 
         Returns the number of tokens appended.
         """
@@ -228,7 +228,7 @@ class Scheduler:
         rows = slice(0, batch)
         columns = np.arange(width)
 
-        # A row stops at its first stop token or at the limit of its length.
+        # A row stops at its first stop token or at its maximum length.
         counts = np.minimum(emitted.counts, table.end[rows] - table.total[rows])
         stop = (emitted.tokens[:, :, None] == table.stops[rows][:, None, :]).any(-1)
         stop &= columns < counts[:, None]
@@ -338,7 +338,7 @@ class Scheduler:
         return routes
 
     def _spec(self, row: int) -> SpecCounts:
-        """Return the counts of the request in a row; without depths when no token was drafted."""
+        """Return the counts of drafts of a row's request; lists are empty when no token was drafted."""
         table = self._table
         if not table.verify_steps[row]:
             return SpecCounts()

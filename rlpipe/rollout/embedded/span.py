@@ -1,6 +1,7 @@
-"""A span of a forward pass: rows of the cache with the same number of new tokens each.
+"""A span of a forward pass: cache rows that all have the same number of new tokens.
 
-Owns the views of the cache and the slots in it; `model` makes spans and runs layers over several at once.
+Owns the views of the cache and the slots in it; `model` makes spans and runs layers over several spans at
+once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from rlpipe.rollout.embedded.attention import Piece
 class Span:
     """`batch` consecutive rows with `width` new tokens each; shared by all layers of a pass.
 
-    slots: [B, q, keys and values] where in a layer's flat cache each key and value head of a token goes.
-    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
-    mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
-    pieces: groups of rows that attend together in two batched products; empty: one kernel for all rows.
-    decoding: whether the rows are the first of the cache and each has a step's few tokens.
+    slots: [B, q, keys and values], index in a layer's flat cache of each key and value head of a token.
+    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen. mask: 0 or
+    -inf, [B, q, L]; with pieces, expanded by `attention.expand_mask`. pieces: groups of rows that attend
+    together in two batched products; if empty, one kernel runs over all rows. decoding: whether the rows are
+    the first rows of the cache and have the few tokens of a decode step.
     """
 
     batch: int
@@ -55,7 +56,7 @@ class Span:
         )
 
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
-        """Return the mask of one token per row; select: [B] int64."""
+        """Return the mask for one token per row; select: [B] int64."""
         if self.pieces:
             # An expanded mask has one entry per row and key head.
             select = select.repeat_interleave(len(self.mask) // self.batch)
@@ -70,9 +71,9 @@ def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the index of one token per row among the tokens of a pass: [rows of all spans] int64.
+    """Return, for one token per row, its index among the tokens of a pass: [rows of all spans] int64.
 
-    selects: per span, [B] int64, the token of each row by its position in the span.
+    selects: per span, [B] int64, index of a token of each row within the span.
     """
     flat, start = [], 0
     for span, select in zip(spans, selects, strict=True):
