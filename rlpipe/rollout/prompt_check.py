@@ -29,7 +29,7 @@ class PromptCheck:
         self._chat = ChatFormat.from_pretrained(path)
 
     def opening(self, messages: list[Message]) -> int:
-        """Return the tokens of opening messages. Raises ValueError when the template refuses them."""
+        """Return the number of tokens of opening messages. Raises ValueError if the template refuses them."""
         from jinja2.exceptions import TemplateError
 
         try:

@@ -1,8 +1,8 @@
-"""Entries of SGLang's processes in /dev/shm, which are removed when the processes were killed.
+"""Removes the entries that killed SGLang processes leave in /dev/shm.
 
-A killed server leaves 16 KiB and some semaphores behind. Flow: once a server is ready, the entries of its
-process group are listed in a file named after this process; ending the server removes them, or else
-`remove_leftovers` does, once this process is dead, too.
+A killed server leaves 16 KiB and some semaphores behind. When a server is ready, the entries of its process
+group are listed in a file named after this process. They are removed when the server is stopped or, if this
+process dies before that, by `remove_leftovers` in another process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = "rlpipe-shared-entries-"
 
 
 def note(group: int) -> Path:
-    """List the present entries of a process group in a file, and return it. First removes leftovers."""
+    """Remove leftovers; list the current entries of a process group in a file, and return the file."""
     remove_leftovers()
     file = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}-{group}")
     file.write_text(json.dumps(sorted({name for pid in psutil.pids() for name in _entries(pid, group)})))
@@ -29,8 +29,8 @@ def note(group: int) -> Path:
 
 
 def remove(file: Path) -> None:
-    """Delete the entries that a file of `note` lists, then the file."""
-    with contextlib.suppress(FileNotFoundError):  # something else may clean the temporary folder
+    """Delete the entries that are listed in a file from `note`, then the file."""
+    with contextlib.suppress(FileNotFoundError):  # another program may have cleaned the temporary folder
         for name in json.loads(file.read_text()):
             if (path := Path(name)).parent == _SHARED:
                 path.unlink(missing_ok=True)
@@ -40,7 +40,7 @@ def remove(file: Path) -> None:
 def remove_leftovers() -> None:
     """Remove the entries listed by processes of this user that are dead."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        # Another process may have removed it, or the file is not from `note`.
+        # Another process may have removed the file, or it may not be from `note`.
         with contextlib.suppress(OSError, ValueError):
             pid = int(file.name.removeprefix(_PREFIX).partition("-")[0])
             if file.lstat().st_uid == os.geteuid() and not _is_alive(pid):

@@ -1,4 +1,4 @@
-"""Turns, whichever engine generates them: what they ask for, their seeds, the joining of their results."""
+"""Turns for any engine: their parameters, their seeds, and the joining of partial results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rlpipe.types import (
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One turn to generate, however many requests of an engine it takes.
+    """One turn to generate, which may take several requests to an engine.
 
-    key: differs for each turn of an attempt, and decides its seeds. prompt: int32 ids of all tokens before
-    it. budget: tokens that it may have. session_id: of the conversation. stop_token_ids: end it.
-    top_logprobs: of each token. routes: of the tokens before it.
+    key: differs for each turn of an attempt, and determines the turn's seeds. prompt: int32 ids of all tokens
+    before the turn. budget: maximum of tokens to generate. session_id: id of the conversation.
+    stop_token_ids: tokens that end the turn. top_logprobs: number to record with each token. routes: experts
+    of the tokens before the turn.
     """
 
     key: object
@@ -37,7 +38,7 @@ class Turn:
 
 
 def stream_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends only on the parts, equal in every process.
+    """Return a 63-bit seed that depends only on the parts; it is equal in every process.
 
     >>> stream_seed(1, 2) == stream_seed(1, 2) != stream_seed(2, 1)
     True
@@ -62,9 +63,9 @@ def empty_result(request: GenerateRequest, reason: FinishReason) -> GenerateResu
 
 
 def next_route(before: np.ndarray | None, turn: GenerateResult | None = None) -> int:
-    """Return the first token whose experts are not recorded yet.
+    """Return the index of the first token without recorded experts.
 
-    before: routes of the tokens before a turn, [tokens, layers, k]. turn: what has been generated of it.
+    before: routes of the tokens before a turn, [tokens, layers, k]. turn: the part of it generated so far.
     """
     return max(recorded(before), turn.routes_from + recorded(turn.routes) if turn else 0)
 
@@ -80,7 +81,7 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         name: np.concatenate((getattr(first, name), getattr(second, name))) for name in GenerateResult.COLUMNS
     }
 
-    # The second result ended the turn, so its finish reason is that of the turn.
+    # The second result ended the turn, so use its finish reason.
     return replace(
         second,
         request_id=first.request_id,
@@ -94,7 +95,7 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
 
 
 def shortened(result: GenerateResult, tokens: int) -> GenerateResult:
-    """Return the first tokens of a turn. Counts of drafts stay: the work was done."""
+    """Return a turn cut to its first tokens. Counts of drafts do not change, as the work was done."""
     columns = {name: getattr(result, name)[:tokens] for name in GenerateResult.COLUMNS}
     return replace(
         result,

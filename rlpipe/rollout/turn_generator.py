@@ -1,4 +1,4 @@
-"""Generates the turns of attempts by an engine, and continues a turn that an abort cut off."""
+"""Generates the turns of attempts with an engine, and continues turns that were aborted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.turn import Turn, joined, next_route, stream_seed
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams
 
-_MAX_EMPTY_ABORTS = 100  # in a row, of one turn
+_MAX_EMPTY_ABORTS = 100  # consecutive, in one turn
 
 
 class TurnGenerator:
-    """Has an engine generate turns.
+    """Generates turns with an engine.
 
-    engine: may be replaced; turns that the previous one ends with ABORT are continued by the new one.
-    running: turns that the engine has. ignore_eos: turns end only by their budget.
+    engine: may be replaced; the new engine continues turns that the previous one ends with ABORT. running:
+    turns in the engine. ignore_eos: whether turns end only by their budget.
     """
 
     def __init__(self, engine: Engine, *, ignore_eos: bool) -> None:
@@ -30,17 +30,17 @@ class TurnGenerator:
         self._closed = False
 
     def close(self) -> None:
-        """Abort all turns, and mask the trajectories of those that are generated from here on."""
+        """Abort all turns; from now on, `generate` masks the trajectory."""
         self._closed = True
         self.engine.abort()
 
     def check_open(self) -> None:
-        """Raise Masked once the generator is closed."""
+        """Raise Masked if the generator is closed."""
         if self._closed:
             raise Masked(ExitReason.CLOSED, "the collector was closed")
 
     async def generate(self, attempt: Attempt, turn: Turn) -> GenerateResult:
-        """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
+        """Generate one turn; after an abort, continue it with requests that have other seeds."""
         generated: GenerateResult | None = None
         empty_aborts = 0
         started = time.monotonic()
@@ -49,14 +49,14 @@ class TurnGenerator:
             self.check_open()
             result = await self._request(attempt, turn, generated)
 
-            # An engine that aborts without end must not hold the trajectory for ever.
+            # An engine that keeps aborting must not block the trajectory for ever.
             empty_aborts = 0 if len(result.output_ids) else empty_aborts + 1
             if empty_aborts == _MAX_EMPTY_ABORTS:
                 raise InfrastructureError(f"the engine aborted a turn {empty_aborts} times without a token")
 
             extended: GenerateResult = result if generated is None else joined(generated, result)
 
-            # The last token of the budget may arrive together with an abort; the turn is complete then.
+            # If the last token of the budget arrives together with an abort, the turn is complete.
             if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= turn.budget:
                 extended.finish_reason = FinishReason.LENGTH
             generated = extended
@@ -68,7 +68,7 @@ class TurnGenerator:
     async def _request(
         self, attempt: Attempt, turn: Turn, generated: GenerateResult | None
     ) -> GenerateResult:
-        """Request the tokens of a turn that are still missing. generated: what earlier requests returned."""
+        """Request the missing tokens of a turn. generated: the result of earlier requests, None at first."""
         task, prompt = attempt.task, turn.prompt
         done = 0 if generated is None else len(generated.output_ids)
         if generated is not None:
@@ -94,7 +94,7 @@ class TurnGenerator:
         try:
             return await self.engine.generate(request)
         except asyncio.CancelledError:
-            # The caller is gone, so the engine should not finish the turn.
+            # The caller was cancelled, so the engine need not finish the turn.
             self.engine.abort([request.request_id])
             raise
         except Exception:

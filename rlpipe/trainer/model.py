@@ -65,7 +65,7 @@ class PolicyModel(GPTModel):
         return gather_from_tensor_model_parallel_region(local).view(*input_ids.shape, -1)
 
     def learn(self, *, policy: bool, draft: bool) -> None:
-        """Choose the trained parameters: the policy (only its LoRA adapters if any), and the draft."""
+        """Choose what to train: the policy (with LoRA only its adapters), the draft, or both."""
         self.requires_grad_(policy and self.adapters is None)
         if self.adapters is not None:
             self.adapters.requires_grad_(policy)

@@ -36,7 +36,7 @@ class Eagle3Draft:
 
     @classmethod
     def read(cls, path: str | Path, target: Mapping[str, Any]) -> Eagle3Draft:
-        """Read a draft from a directory; target: `config.json` of the target. Raises as `read_draft` does."""
+        """Read a draft from a directory with `read_draft`; target: the target's `config.json`."""
         return cls(*read_draft(path, target))
 
     @property

@@ -157,7 +157,7 @@ class Scheduler:
         return starts, copies
 
     def _choose(self) -> tuple[list[tuple[int, Job]], dict[bytes, list[Job]]]:
-        """Pop requests that fit: [(tokens to process, job)], and by prompt the jobs that copy its keys."""
+        """Pop requests that fit: [(tokens to process, job)], and the jobs that copy keys, by prompt."""
         room, budget = self._table.rows - self._table.active, self._prefill_tokens
         leaders: list[tuple[int, Job]] = []
         followers: dict[bytes, list[Job]] = {}
@@ -185,7 +185,7 @@ class Scheduler:
         return leaders, followers
 
     def _start(self, cached: Cached | None, prompt: np.ndarray) -> int:
-        """Return the first prompt position to process; cached: of the conversation, None for a new one."""
+        """Return the first prompt position to process. cached: the conversation's cache, None if new."""
         if cached is None:
             return 0
         length, depths = len(prompt), self._table.hidden.shape[1]

@@ -64,7 +64,7 @@ class Span:
 
 
 def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all keys and values, flat, and rotations [N, 1, D/2] of all tokens of a pass."""
+    """Return the flattened slots of a pass's keys and values, and rotations [N, 1, D/2] of its tokens."""
     slots = [span.slots.flatten() for span in spans]
     rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
     return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))

@@ -1,13 +1,13 @@
-"""A request in the form of SGLang's `/generate`, and its answer as `GenerateResult`.
+"""Converts requests to SGLang's `/generate`, and its answers to `GenerateResult`.
 
 Checked against SGLang 0.5.23: logprobs are the target's log-softmax(logits / temperature) at the sampled
 token; `spec_correct_drafts_histogram[k]` counts verify steps that accepted exactly k drafts;
 `weight_versions` lists spans [start, end) of output tokens.
 
-With rlpipe's plugin logprobs, exact entropies and, where requested, the verify steps with p and q of every
-draft are packed arrays (`sglang_env/plugin`, pack.py). SGLang itself returns no drafts and no entropies:
-without the plugin each entropy is estimated by -logprob of the sampled token, which is unbiased, since
-E[-ln p(x)] = H(p); means over tokens are unbiased, single values are noisy.
+With rlpipe's plugin, answers contain packed arrays (`sglang_env/plugin`, pack.py): logprobs, exact entropies
+and, on request, the verify steps with p and q of every draft. SGLang itself returns no drafts and no
+entropies. Without the plugin each entropy is estimated by -logprob of the sampled token. This is unbiased,
+since E[-ln p(x)] = H(p), but single values are noisy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEEDS = 2**31 - 1
 
 
 def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict[str, Any]:
-    """Return the JSON body of one generation. rid: its id inside the server."""
+    """Return the JSON body of a generation request. rid: its id inside the server."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "rid": rid,
@@ -38,7 +38,7 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # SGLang takes this to mean "no stop token of any kind"
+            # SGLang interprets this as "no stop token of any kind"
             "ignore_eos": not sampling.stop_token_ids,
             "sampling_seed": sampling.seed % _SEEDS,
         },
@@ -60,8 +60,8 @@ def parse_answer(
 ) -> GenerateResult:
     """Parse the answer to `generate_body(request)`, complete or partial.
 
-    known: versions of the first tokens. SGLang sends spans only with the last part of a stream; until then,
-    new tokens have the version that it serves when it sends them.
+    known: versions of the first tokens. SGLang lists versions only in the last part of a stream; until then,
+    new tokens get the version that the server has when it sends them.
 
     Raises ServerError when lists that belong together have different lengths.
     """
@@ -138,7 +138,7 @@ def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
 def _listed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, _Top]:
-    """Read the same from SGLang's own lists, with estimates of the entropies."""
+    """Read the result of `_packed` from SGLang's own lists, with estimated entropies."""
     logprobs = meta.get("output_token_logprobs") or []
     if [token for _, token, _ in logprobs] != ids:
         raise _length_mismatch(request, ids, len(logprobs))
@@ -195,9 +195,10 @@ def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
     proposed = int(meta["spec_num_proposed_drafts"])
     depth = proposed // steps
     histogram = [int(count) for count in meta["spec_correct_drafts_histogram"]]
-    histogram += [0] * (depth + 1 - len(histogram))  # SGLang leaves out zeros at the end
+    histogram += [0] * (depth + 1 - len(histogram))  # SGLang omits zeros at the end
 
-    # rlpipe's plugin counts by the number drafted: entry w (w + 1) / 2 + k for k accepted of w drafts
+    # rlpipe's plugin counts separately for each number of drafts: entry w (w + 1) / 2 + k for k accepted of w
+    # drafts
     if len(histogram) > depth + 1:
         entries = [(w, k, histogram[w * (w + 1) // 2 + k]) for w in range(depth + 1) for k in range(w + 1)]
         return SpecCounts(
@@ -212,7 +213,7 @@ def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
 
 
 def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
-    """Map the finish reason of an answer; an answer in progress has none yet and counts as cut off."""
+    """Map the finish reason of an answer; an incomplete answer has none and gets ABORT."""
     kind = reason["type"] if reason else "abort"
     return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(kind, FinishReason.ABORT)
 

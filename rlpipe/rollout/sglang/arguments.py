@@ -1,6 +1,6 @@
-"""SGLang's command line and environment from the settings, and what `/server_info` must then report.
+"""Makes SGLang's command line and environment from the settings, and checks the result in `/server_info`.
 
-Owns the mapping of our decoding modes onto SGLang's flags:
+Owns the mapping from rlpipe's decoding modes to SGLang's flags:
 
 | spec.mode    | SGLang                                                                    |
 | none         | no speculation                                                            |
@@ -37,18 +37,18 @@ from rlpipe.weights.shared_memory import LOADER, SERVED
 
 _PLUGIN = "sglang_env/plugin"
 _WORKERS = "--tokenizer-worker-num"
-_LARGEST_REUSED = 64 << 20  # bytes that a CPU server's allocator reuses for the next tensor
-_GRAPH_SECONDS = 0.5  # of capturing one CUDA graph, two runs before it included (an assumption)
+_LARGEST_REUSED = 64 << 20  # bytes: a CPU server's allocator reuses freed memory of up to this size
+_GRAPH_SECONDS = 0.5  # to capture one CUDA graph, including two runs before it (an assumption)
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
 
 def check_supported(
     rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, *, on_gpu: bool
 ) -> None:
-    """Refuse at launch what the server would refuse only later, or would silently change.
+    """Refuse at launch settings that the server would refuse only later, or would silently change.
 
-    Settings that SGLang never supports are refused by `config.checks.check_sglang`.
-    Raises ValueError with the problem, the value and a hint.
+    `config.checks.check_sglang` refuses settings that SGLang never supports. Raises ValueError with the
+    problem, the value and a hint.
     """
     if spec.mode is SpecMode.BLOCK and not on_gpu:
         raise ValueError(
@@ -137,7 +137,7 @@ def command(
     arguments += ["--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "info"]
     arguments += ["--custom-weight-loader", LOADER]
     arguments += ["--dtype", rollout.dtype, "--weight-version", version, "--tensor-parallel-size", sglang.tp]
-    # speculation would silently lower it to 48
+    # with speculation SGLang would silently lower the default to 48
     arguments += ["--max-running-requests", rollout.max_running]
     arguments += ["--context-length", context_length(rollout, spec)]
     arguments += ["--chunked-prefill-size", rollout.prefill_tokens, "--enable-priority-scheduling"]
@@ -145,10 +145,10 @@ def command(
     backend = sglang.attention_backend
     if not on_gpu:
         backend = backend or "torch_native"
-        arguments += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy
+        arguments += ["--sleep-on-idle"]  # otherwise an idle scheduler keeps a core busy
         arguments += ["--max-total-tokens", rollout.max_running * context_length(rollout, spec)]
-        # The line above bounds the cache. This is only checked, against what all processes leave of the host:
-        # a small share fails to start when another process grows meanwhile.
+        # The line above limits the cache. SGLang only compares this fraction with the host's free memory, and
+        # a server with a small fraction fails to start if another process grows meanwhile.
         arguments += ["--mem-fraction-static", sglang.memory_fraction or 0.5]
     else:
         arguments += ["--base-gpu-id", rollout.device.partition(":")[2] or 0]
@@ -161,7 +161,7 @@ def command(
     model = read_json(Path(model_path) / "config.json", "model.path")
     model |= model.get("text_config") or {}
     shared = ("n_shared_experts", "shared_expert_intermediate_size")
-    if any(map(model.get, shared)):  # else they appear under the names of other experts
+    if any(map(model.get, shared)):  # otherwise they appear under the names of other experts
         arguments += ["--disable-shared-experts-fusion"]
 
     if rollout.replay_routes:
@@ -183,14 +183,15 @@ def command(
 
 
 def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
-    """Return the positions that a request may take, including the drafts of the last step, as SGLang does."""
+    """Return the maximum positions of a request, including drafts of the last step, as SGLang counts them."""
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
 
 
 def start_seconds(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> float:
-    """Return the seconds to wait for a server: start_timeout, and the graphs of each further adaptive gamma.
+    """Return the start timeout of a server in seconds, plus time for graphs of an adaptive gamma.
 
-    Each captures a verify and an extend step, and two kinds of drafting, at the sizes of `rare_sizes`.
+    Each further gamma needs graphs for verify, extend and two kinds of drafting, at the sizes of
+    `rare_sizes`.
     """
     if not (on_gpu and spec.adaptive):
         return rollout.sglang.start_timeout
@@ -201,7 +202,7 @@ def start_seconds(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> 
 def server_environment(
     rollout: RolloutConfig, *, on_gpu: bool, adaptive: bool = False, draft_vocab: Path | None = None
 ) -> dict[str, str]:
-    """Return the server's environment variables: those of this process, except its interpreter's.
+    """Return the server's environment variables: this process's, except those of its interpreter.
 
     adaptive: whether the server chooses the number of drafts.
     draft_vocab: file with the draft vocabulary; None for all.
@@ -211,8 +212,8 @@ def server_environment(
 
     path = [str(SERVED), str(shipped(_PLUGIN))] if rollout.sglang.plugin else [str(SERVED)]
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(path)}
-    variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
-    if rollout.sglang.plugin:  # the plugin imports the served model's file, SGLang all of its 259
+    variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for max_context plus the drafts
+    if rollout.sglang.plugin:  # the plugin imports only the served model's file, SGLang all 259
         variables.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "rlpipe_sglang.model_files")
     if adaptive:
         variables |= {"RLPIPE_GAMMA": str(Path(gamma.__file__))}
@@ -221,10 +222,10 @@ def server_environment(
     if not on_gpu:
         variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_OPT_USE_GUMBEL_SAMPLE": "0",  # torch.multinomial: its Gumbel kernel is for GPUs
-            "TORCHDYNAMO_DISABLE": "1",  # compiling for the first request takes 15 s
+            "SGLANG_OPT_USE_GUMBEL_SAMPLE": "0",  # use torch.multinomial: SGLang's Gumbel kernel needs a GPU
+            "TORCHDYNAMO_DISABLE": "1",  # compilation at the first request takes 15 s
             "OMP_NUM_THREADS": str(rollout.threads),
-            # else each large tensor is mapped anew, page by page, and unmapped at once
+            # otherwise each large tensor is mapped anew, page by page, and unmapped when freed
             "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_REUSED),
             "MALLOC_TRIM_THRESHOLD_": str(_LARGEST_REUSED),
         }
@@ -232,9 +233,9 @@ def server_environment(
 
 
 def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: SpecConfig) -> None:
-    """Check that the server runs with the flags of its command line; SGLang changes some silently.
+    """Check that the server runs with the flags of its command line, as SGLang changes some silently.
 
-    Raises RuntimeError naming each difference, or the reason why rlpipe's plugin cannot work.
+    Raises RuntimeError that names each difference, or the reason why rlpipe's plugin cannot work.
     """
     expected: dict[str, Any] = {
         "version": SGLANG_VERSION,
@@ -275,7 +276,7 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
 
 
 def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a server in which a process lacks rlpipe's plugin. states: one per scheduler."""
+    """Raise unless every process of a server has rlpipe's plugin. states: one per scheduler."""
     for report in (state.get("rlpipe_plugin") or {} for state in states):
         for role in ("scheduler", "http"):
             if (status := report.get(role)) != "ok":
@@ -287,7 +288,7 @@ def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _require_draft_vocab(states: Sequence[Mapping[str, Any]], table: str) -> None:
-    """Refuse a server that drafts among all tokens. states: one per scheduler; table: the setting."""
+    """Raise if a server ignores the draft vocabulary. states: one per scheduler; table: the setting."""
     if not all((state.get("rlpipe_plugin") or {}).get("draft_vocab") for state in states):
         raise RuntimeError(
             f"spec.draft_vocab={table!r}, and the SGLang server drafts among all tokens: see its log. Set "

@@ -1,8 +1,7 @@
-"""Turns whose caller wants only the complete answer, sent to the server in one request.
+"""Sends several turns to the server in one request, for callers that need only complete answers.
 
-Requests that wait in the same round of the event loop leave in one POST: the siblings of a group, or turns
-whose environments answered at the same time. A single request is sent at once, by itself. Of a growing answer
-only the last part is read.
+Requests that are made in the same round of the event loop are sent in one POST: the siblings of a group, or
+turns whose environments answered at the same time. Only the last part of a growing answer is parsed.
 
 | what happens                          | to it            | to the others of its POST         |
 | its caller leaves                     | aborted by its id | continue                         |
@@ -31,7 +30,7 @@ _COLUMNS = ("rid", "input_ids", "sampling_params")  # one entry a request in a P
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One request. heard: the time when its last part arrived."""
+    """One request. heard: when its last part arrived."""
 
     body: Mapping[str, Any]
     answer: asyncio.Future[dict[str, Any]]
@@ -39,10 +38,10 @@ class _Turn:
 
 
 class Batches:
-    """Joins requests of one server. Used from one event loop.
+    """Joins requests to one server. Used from one event loop.
 
-    events: the answer to a POST, part by part. abort: ends a request by its id. timeout: seconds a request
-        may be silent.
+    events: sends a POST and yields its answer part by part. abort: ends a request by its id. timeout: seconds
+        that a request may be silent.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Batches:
         timeout: float,
     ) -> None:
         self._events, self._abort, self._timeout = events, abort, timeout
-        self._turns: set[_Turn] = set()  # without an answer
-        self._waiting: list[_Turn] = []  # of these, not sent yet
+        self._turns: set[_Turn] = set()  # turns without a complete answer
+        self._waiting: list[_Turn] = []  # those of them that are not sent yet
         self._running: set[asyncio.Task[None]] = set()
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +66,7 @@ class Batches:
         try:
             return await turn.answer
         except asyncio.CancelledError:
-            # A request that was sent already has to be ended on the server, too.
+            # A request that was already sent must also be ended on the server.
             if turn in self._waiting:
                 self._waiting.remove(turn)
             else:
@@ -88,8 +87,8 @@ class Batches:
         task.add_done_callback(self._running.discard)
 
     async def _send_waiting(self) -> None:
-        """Send all waiting requests, those of one kind together."""
-        # Wait for the requests that other tasks are about to make in this round of the loop.
+        """Send all waiting requests, with one POST for requests of the same kind."""
+        # Wait for requests that other tasks make in this round of the loop.
         await asyncio.sleep(0)
         turns, self._waiting = self._waiting, []
         kinds: dict[tuple[Any, ...], list[_Turn]] = {}
@@ -146,7 +145,7 @@ class Batches:
                 self._start(self._abandoned(rid))
 
     async def _abandoned(self, rid: str) -> None:
-        with contextlib.suppress(ServerError):  # it may have ended, or its server
+        with contextlib.suppress(ServerError):  # the request or its server may have ended
             await self._abort(rid)
 
 

@@ -1,8 +1,8 @@
-"""HTTP to one server: JSON in and out, errors with the server's message, retries where they are safe.
+"""HTTP client of one server: JSON, errors with the server's message, retries where they are safe.
 
-Owns no state of the engine. `read` repeats requests that change nothing. Everything else is sent once,
-because a weight update or a generation that may have happened must not happen twice without its caller's
-knowledge. Generations go over `wire`, everything else over httpx.
+Owns no state of the engine. `read` repeats requests that change nothing. All other requests are sent once,
+because a weight update or a generation must not happen twice without the caller's knowledge. Generations use
+`wire`, all other requests httpx.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _GENERATE = "/generate"
 
 
 class SglangClient:
-    """HTTP to one server. Used from one event loop.
+    """HTTP client of one server. Used from one event loop.
 
-    url: of the server. timeout: seconds an answer may take. key: the server's, sent with every request.
+    url: address of the server. timeout: seconds that an answer may take. key: API key, sent with every
+    request.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SglangClient:
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            # The server is on this machine, so no proxy of the environment may be used.
+            # The server is on this machine, so ignore proxies in environment variables.
             trust_env=False,
             transport=transport,
         )
@@ -52,7 +53,7 @@ class SglangClient:
         self._batches = Batches(partial(self._wire.events, _GENERATE), self._abort, timeout)
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request that changes nothing (GET, or POST with a body), again while unreachable."""
+        """Send a request that changes nothing (GET, or POST with a body); retry if unreachable."""
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(ServerUnreachable),
             stop=stop_after_attempt(_READ_ATTEMPTS),
@@ -65,11 +66,11 @@ class SglangClient:
         raise AssertionError("unreachable: the last attempt raises")
 
     async def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:
-        """Send once. timeout: seconds, if not the client's. Raises ServerError, ServerUnreachable."""
+        """Send once. timeout: seconds, None for the client's. Raises ServerError, ServerUnreachable."""
         return await self._send("POST", path, body, timeout=timeout)
 
     async def answers(self, path: str, timeout: float | None = _CONNECT_SECONDS) -> bool:
-        """Return whether the server answers `path` with success within `timeout` seconds (None: ever)."""
+        """Return whether the server answers `path` with success within `timeout` seconds (None: no limit)."""
         if self._client.is_closed:
             return False
         try:
@@ -92,7 +93,7 @@ class SglangClient:
         return await self._batches.answer(body)
 
     async def close(self) -> None:
-        """Drop connections; generations break off."""
+        """Close connections; running generations fail."""
         await self._client.aclose()
         self._batches.close()
         self._wire.close()
@@ -105,7 +106,8 @@ class SglangClient:
         content = None if body is None else dict(body)
         limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
-            # No answer means a dead or hung server, which is replaced; an error answer is passed on.
+            # No answer means a dead or hung server, which is replaced; an error answer is raised to the
+            # caller.
             response = await self._client.request(method, path, json=content, timeout=limit)
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self._url}{path} did not answer: {error!r}") from error
@@ -118,7 +120,7 @@ class SglangClient:
             await self.post("/abort_request", {"rid": rid})
 
     def _require_open(self, path: str) -> None:
-        """Raise ServerUnreachable once this client was closed, because its server was replaced."""
+        """Raise ServerUnreachable if this client was closed, because its server was replaced."""
         if self._client.is_closed:
             raise ServerUnreachable(f"{self._url}{path} is not there any more: the server was replaced.")
 

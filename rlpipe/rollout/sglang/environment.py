@@ -1,4 +1,4 @@
-"""The virtual environment of SGLang: its interpreter, and the versions that this rlpipe supports.
+"""The virtual environment of SGLang: its interpreter, and the package versions that rlpipe supports.
 
 SGLang and verl need different versions of transformers, so they never share an environment. On a machine with
 GPUs both have the same torch (constraints_gpu.txt), and so the same NCCL.
@@ -20,9 +20,9 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig, WeightTransfer
 
 SGLANG_VERSION = "0.5.23"
-CPU_SUPPORT_VERSION = f"{SGLANG_VERSION}.1"  # of sglang_env/cpu_support
+CPU_SUPPORT_VERSION = f"{SGLANG_VERSION}.1"  # version of sglang_env/cpu_support
 _HINT = "Run scripts/install_sglang"
-_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # packages from which torch for CUDA gets NCCL
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # packages that provide NCCL for torch with CUDA
 _PROBE = f"""
 NCCL = {_NCCL}
 import json
@@ -39,22 +39,22 @@ print(json.dumps(versions))
 
 @dataclass(slots=True, kw_only=True)
 class SglangEnvironment:
-    """A checked interpreter. on_gpu: whether servers of this run use CUDA."""
+    """A checked interpreter. on_gpu: whether this run's servers use CUDA."""
 
     python: Path
     on_gpu: bool
 
 
 def is_on_gpu(config: RolloutConfig) -> bool:
-    """Return whether servers run on GPUs; device auto: whether this process sees one."""
+    """Return whether servers run on GPUs; with device auto, whether this process sees a GPU."""
     return torch.cuda.is_available() if config.device == "auto" else config.device.startswith("cuda")
 
 
 def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment:
-    """Find the interpreter of `config`, and check that it has the SGLang that this rlpipe supports.
+    """Find the interpreter for `config`, and check that it has the supported version of SGLang.
 
-    Raises ValueError: no such interpreter, it has no SGLang or another version, a torch without CUDA on a
-    GPU, or, on a CPU, no support package of rlpipe's version.
+    Raises ValueError if there is no such interpreter, if it has no SGLang or another version, if on a GPU its
+    torch has no CUDA, or if on a CPU it lacks rlpipe's support package of the right version.
     """
     python = _interpreter(config)
     versions = _probe(python)
@@ -83,7 +83,7 @@ def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment
             f"version {CPU_SUPPORT_VERSION} is needed. {_HINT} cpu."
         )
 
-    # A broadcast between two versions of NCCL fails at the first update, after the weights were gathered.
+    # A broadcast between two versions of NCCL would fail only at the first update.
     local, served = local_nccl(), _nccl(versions)
     if on_gpu and config.weight_transfer is WeightTransfer.COLLECTIVE and nccl_differs(local, served):
         raise ValueError(
@@ -96,7 +96,7 @@ def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment
 
 
 def local_nccl() -> str:
-    """Return the version of NCCL in this environment, which is the trainer's; empty where there is none."""
+    """Return the version of NCCL in this environment, which is the trainer's; empty if there is none."""
     versions = {}
     for name in _NCCL:
         try:
@@ -107,7 +107,7 @@ def local_nccl() -> str:
 
 
 def served_nccl(config: SglangConfig) -> str:
-    """Return the version of NCCL in SGLang's environment; empty where there is none.
+    """Return the version of NCCL in SGLang's environment; empty if there is none.
 
     Raises ValueError when there is no such environment.
     """
@@ -115,12 +115,12 @@ def served_nccl(config: SglangConfig) -> str:
 
 
 def nccl_differs(local: str, served: str) -> bool:
-    """Return whether two versions are known and would refuse each other; without NCCL they do not."""
+    """Return whether two versions of NCCL are known and incompatible."""
     return bool(local and served) and local != served
 
 
 def _nccl(versions: Mapping[str, str | None]) -> str:
-    """Return the version of NCCL among those of packages; empty where there is none."""
+    """Return the version of NCCL in a table of package versions; empty if there is none."""
     return next((version for name in _NCCL if (version := versions.get(name))), "")
 
 
@@ -134,7 +134,7 @@ def _interpreter(config: SglangConfig) -> Path:
         python = Path(__file__).resolve().parents[3] / ".venv-sglang" / "bin" / "python"
         source = f"the default environment {str(python)!r}"
 
-    python = python.absolute()  # not resolved: the link itself is in the virtual environment
+    python = python.absolute()  # do not resolve the link: it is the link that is in the virtual environment
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ValueError(
             f"{source} is not a Python interpreter. {_HINT}, or set rollout.sglang.python to the interpreter "
@@ -144,7 +144,7 @@ def _interpreter(config: SglangConfig) -> Path:
 
 
 def _probe(python: Path) -> dict[str, str | None]:
-    """Read the versions that the interpreter has, without importing anything heavy."""
+    """Read the package versions of the interpreter, without importing anything heavy."""
     done = subprocess.run(
         [str(python), "-I", "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,7 +1,8 @@
-"""The share of a GPU that a server may take, as SGLang reads it.
+"""Converts the share of a GPU that a server may use into SGLang's fraction.
 
-SGLang's fraction refers to the memory that is free when it starts: it leaves (1 - fraction) of that unused.
-`rollout.sglang.memory_fraction` refers to the whole GPU, part of which a trainer may already use.
+SGLang's fraction refers to the memory that is free at its start: it leaves (1 - fraction) of this unused.
+`rollout.sglang.memory_fraction` refers to the full memory of the GPU, part of which a trainer may already
+use.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import shutil
 import subprocess
 
 MIB = 1 << 20
-_LARGEST = 0.97  # of the free memory: kernels and CUDA graphs are allocated in addition
+_LARGEST = 0.97  # limit of the fraction: kernels and CUDA graphs are allocated in addition
 
 
 def server_fraction(share: float, device: str) -> float:
-    """Return SGLang's fraction for a share of a GPU; the share itself where nvidia-smi does not answer.
+    """Return SGLang's fraction for a share of a GPU; the share itself if nvidia-smi does not answer.
 
-    device: of the settings, cuda or cuda:N. Raises ValueError where less than the share is free.
+    device: the setting, cuda or cuda:N. Raises ValueError if less than the share is free.
     """
     index = int(device.partition(":")[2] or 0)
     memory = _free_and_total(index)
@@ -25,7 +26,7 @@ def server_fraction(share: float, device: str) -> float:
 
 
 def fraction_of_free(share: float, free: int, total: int) -> float:
-    """Compute share * total / free, all in bytes. Raises ValueError where less than the share is free.
+    """Compute share * total / free, with total and free in bytes. Raises ValueError if too little is free.
 
     >>> fraction_of_free(0.4, free=50 << 30, total=80 << 30)
     0.64
@@ -40,7 +41,7 @@ def fraction_of_free(share: float, free: int, total: int) -> float:
 
 
 def _free_and_total(index: int) -> tuple[int, int] | None:
-    """Read the bytes of a GPU, counted among those that this process may use."""
+    """Read free and total bytes of a GPU; index: among the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if visible != [""] and index < len(visible) else str(index)
     if shutil.which("nvidia-smi") is None:

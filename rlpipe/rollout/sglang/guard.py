@@ -1,11 +1,11 @@
-"""Run a command and end it, with all that it started, when standard input closes.
+"""Runs a command, and ends it with all its child processes when standard input closes.
 
     python guard.py COMMAND [ARGUMENTS...]
 
-The process that starts a server has the other end of that pipe. However that process ends, kill -9 included,
-the pipe closes and no server is left. The command runs in this process's group, which the starting process
-created. The kernel kills the command when this process is killed (Ray kills a dead worker's children before
-they can read a pipe).
+The process that starts a server has the other end of this pipe. However that process ends, even by kill -9,
+the pipe closes, so no server is left behind. The command runs in this process's group, which the starting
+process created. The kernel kills the command when this process is killed. (Ray kills a dead worker's children
+before they can read a pipe.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the command; returns its exit status, and does not return when standard input closes first."""
-    # the command ends by itself at SIGTERM, with its children; a handler, unlike SIG_IGN, is not inherited
+    """Run the command and return its exit status; does not return if standard input closes first."""
+    # the command handles SIGTERM itself, and ends its children; unlike SIG_IGN, a handler is not inherited
     signal.signal(signal.SIGTERM, lambda *_: None)
     prctl = ctypes.CDLL(None).prctl
     child = subprocess.Popen(
@@ -30,7 +30,7 @@ def main() -> int:
     )
 
     def watch() -> None:
-        while os.read(0, 1):  # not sys.stdin: its lock would still be held at exit
+        while os.read(0, 1):  # not sys.stdin, because its lock would still be held at exit
             pass
         os.killpg(0, signal.SIGKILL)
 

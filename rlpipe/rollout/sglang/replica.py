@@ -1,16 +1,16 @@
-"""One server that is always alive: started, watched, and replaced by one that holds the newest weights.
+"""Keeps one server alive: starts it, watches it, and replaces it with one that has the newest weights.
 
     watch    --not running, or silent for health_timeout--+
     a caller --ServerUnreachable--------------------------+--> recover: close the gate, kill what is left,
                                                                start on the newest weights, canary, open
 
 | who       | waits for                     | woken by                                  |
-| `serving` | the gate                      | a server that passed its canary, or a failure that stays |
-| `recover` | the lock, then the new server | whoever recovers first; the others find it done |
+| `serving` | the gate                      | a server that passed its canary, or a final failure | |
+`recover` | the lock, then the new server | the first caller that recovers; then the others need not |
 
 Owns the process, its failures and the choice of its weights. Invariant: while the gate is open, the server
-holds `desired`, or an update is bringing it there. Requests of a dead server are repeated by their caller
-(`engine.py`), as they were not counted.
+has the weights `desired`, or an update to them is running. The caller (`engine.py`) repeats the requests of a
+dead server, as they were not counted.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from rlpipe.rollout.sglang.target import served_target
 from rlpipe.weights.offer import Checksums, Offer
 from rlpipe.weights.sync import WeightSync
 
-_POLL_SECONDS = 0.5  # between two looks at the process
-_HEALTH_SECONDS = 10.0  # at most, between two health requests
-_END_SECONDS = 1.0  # the end of a process shows a moment after its connections break
+_POLL_SECONDS = 0.5  # between two checks of the process
+_HEALTH_SECONDS = 10.0  # maximum between two health requests
+_END_SECONDS = 1.0  # the end of a process is visible only a moment after its connections break
 PAUSE = "/pause_generation", {"mode": "in_place"}
-PROBE = "/server_info"  # answered by the scheduler, paused or not
+PROBE = "/server_info"  # the scheduler answers it even when paused
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DesiredWeights:
-    """Weights that the server must have: `weights` (None: the model's checkpoint) as `version`.
+    """Weights that the server must have, with their version. weights: None for the model's checkpoint.
 
-    weights: raises RuntimeError when no process has them any more; a server then starts on the model's
-        checkpoint, with its version.
-    checksums: of a server that holds them, computed once. offer: a broadcast that brings them, used once.
+    If no process has the weights any more, `weights` raises RuntimeError, and a server starts on the model's
+        checkpoint, with the checkpoint's version. checksums: of a server with these weights, computed once.
+        offer: a broadcast of these weights, used once.
     """
 
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]] | None
@@ -63,14 +63,14 @@ class DesiredWeights:
 
 
 class Replica:
-    """Keeps one server alive on the desired weights. Used from one event loop.
+    """Keeps one server with the desired weights alive. Used from one event loop.
 
     on_event: called for `server_died`, `server_hung`, `server_restarted`, `weights_lost`.
 
-    spec: how the server decodes; set it before `restart` to change it. paused: a new server starts paused.
-    stale: the server is paused, and may hold the weights of two versions until an update arrives.
-    pausing: lock around pausing and continuing. restarts: since the beginning.
-    server_id: of the present server, new with each.
+    spec: how the server decodes; set it before `restart` to change it. paused: whether a new server starts
+    paused. stale: whether the server is paused and may have weights of two versions, until an update arrives.
+    pausing: lock for pausing and continuing. restarts: count since the beginning. server_id: a different id
+    for each server.
     """
 
     def __init__(
@@ -94,41 +94,41 @@ class Replica:
         self._client: SglangClient | None = None
         self._gate, self._lock, self.pausing = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
         self._failure: RuntimeError | None = None
-        self._answered_at = 0.0  # when `recover` last found that the server answers
-        self._failures = 0  # since an update arrived without one
+        self._answered_at = 0.0  # when the server last answered a probe of `recover`
+        self._failures = 0  # failures since the last successful update
         self._loading = self._stopped = False
-        self._timeouts: set[asyncio.Timeout] = set()  # of probes that the server has not answered
+        self._timeouts: set[asyncio.Timeout] = set()  # timeouts of running probes
         self._recovering: set[asyncio.Task[bool]] = set()
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def drafts(self) -> bool:
-        """True when the server has a draft."""
+        """Whether the server has a draft."""
         return self.spec.mode is not SpecMode.NONE
 
     @property
     def server(self) -> ServerProcess:
-        """The process that serves now."""
+        """The current server process."""
         assert self._server is not None
         return self._server
 
     @property
     def client(self) -> SglangClient:
-        """HTTP to the server, whether it serves or not."""
+        """HTTP client of the server, even if the gate is closed."""
         assert self._client is not None
         return self._client
 
     def is_serving(self) -> bool:
-        """Return whether the gate is open and the process lives as far as is known."""
+        """Return whether the gate is open and the process is not known to be dead."""
         return self._gate.is_set() and self._failure is None and self.server.is_running()
 
     async def start(self) -> None:
-        """Start the first server and watch it. Raises RuntimeError when it does not start as configured."""
+        """Start the first server and watch it. Raises RuntimeError if it does not start as configured."""
         await self._start()
         self._watching = asyncio.create_task(self._watch())
 
     async def serving(self) -> SglangClient:
-        """Wait for a usable server; returns its client. Raises RuntimeError once restarts are used up."""
+        """Wait for a usable server and return its client. Raises RuntimeError if no restarts are left."""
         await self._gate.wait()
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
@@ -137,18 +137,18 @@ class Replica:
     async def recover(
         self, client: SglangClient, error: BaseException | str, timeout: float | None = None
     ) -> bool:
-        """Replace the server behind `client` if it is dead or hangs; returns when one serves.
+        """Replace the server of `client` if it is dead or hangs; returns when a server is usable.
 
-        timeout: seconds in which it must answer; by default those of its current activity.
+        timeout: seconds in which the server must answer; None: depends on its current activity.
 
-        Returns False when it answers: then only the request of the caller failed. Raises RuntimeError when
+        Returns False if it answers: then only the caller's request failed. Raises RuntimeError when
         `rollout.sglang.max_restarts` is used up.
         """
         work = asyncio.ensure_future(self._recover(client, error, timeout))
         self._recovering.add(work)
         work.add_done_callback(self._recovering.discard)
 
-        # Other callers wait for the same server when this one is cancelled.
+        # Other callers wait for the same server, even if this caller is cancelled.
         return await asyncio.shield(work)
 
     async def _recover(self, client: SglangClient, error: BaseException | str, timeout: float | None) -> bool:
@@ -160,7 +160,7 @@ class Replica:
             if client is not self._client or self._stopped:
                 return True
 
-            # A thousand requests that fail at once need one probe in all, not one each.
+            # A thousand requests that fail at the same time need one probe in total, not one each.
             if called_at < self._answered_at:
                 return False
 
@@ -180,7 +180,7 @@ class Replica:
             return True
 
     def drain(self) -> None:
-        """Hold further requests back until `restart` is done."""
+        """Make further requests wait until `restart` is done."""
         self._gate.clear()
 
     async def restart(self) -> float:
@@ -191,7 +191,7 @@ class Replica:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Allow the server to be silent for `update_timeout` while it reads weights."""
+        """Allow the server to be silent for `update_timeout` within the context, while it reads weights."""
         self._set_loading(loading=True)
         try:
             yield
@@ -203,13 +203,13 @@ class Replica:
         self.loaded, self.stale, self._failures = desired, False, 0
 
     async def stop(self) -> None:
-        """Stop watching and serving; ends a restart that is under way."""
+        """Stop watching and serving; a running restart is ended."""
         self._stopped = True
         self._gate.clear()
         if self._watching is not None:
             self._watching.cancel()
 
-        # Twice, because a restart may have been about to start another one.
+        # Repeat once, because a running restart may have started another server.
         for _ in range(2):
             if self._server is not None:
                 await asyncio.to_thread(self._server.stop)
@@ -221,7 +221,7 @@ class Replica:
     # ---- failures ----
 
     async def _watch(self) -> None:
-        """Detect failures that no request shows; ends once restarts are used up."""
+        """Detect failures while no request would notice them; ends when restarts are used up."""
         probed = time.monotonic()
         while self._failure is None:
             await asyncio.sleep(_POLL_SECONDS)
@@ -237,22 +237,22 @@ class Replica:
                 if answered:
                     continue
 
-            # The error is stored in `_failure` and raised to all who wait for a server. The timeout is the
-            # short one, because the probe above allowed for a running update already.
+            # `recover` stores the error in `_failure` and raises it in all callers that wait for a server. A
+            # short timeout is enough, because the probe above has already allowed for a running update.
             with contextlib.suppress(RuntimeError):
                 await self.recover(client, reason, self._config.sglang.health_timeout)
 
     @property
     def _answer_timeout(self) -> float:
-        """Seconds in which the server must answer a probe, by its current activity."""
+        """Seconds in which the server must answer a probe; depends on its current activity."""
         sglang = self._config.sglang
         return sglang.update_timeout if self._loading else sglang.health_timeout
 
     def _set_loading(self, *, loading: bool) -> None:
-        """Set whether the server loads weights, and change the timeout of probes under way accordingly.
+        """Set whether the server is loading weights, and adapt the timeouts of running probes.
 
-        If probes kept the timeout they began with, a server that hangs right after an update would get the
-        long time of loading, and a server that begins to load would be killed by a probe sent just before.
+        If running probes kept their first timeout, a server that hangs right after an update would get the
+        long timeout of loading, and a probe sent just before loading would kill a healthy server.
         """
         self._loading = loading
         for timeout in self._timeouts:
@@ -260,7 +260,7 @@ class Replica:
                 timeout.reschedule(asyncio.get_running_loop().time() + self._answer_timeout)
 
     async def _answers(self, client: SglangClient, seconds: float) -> bool:
-        """Return whether the server answers in so many seconds, or within a timeout set meanwhile."""
+        """Return whether the server answers in `seconds`, or within a timeout that is set meanwhile."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds) as timeout:
                 self._timeouts.add(timeout)
@@ -271,8 +271,8 @@ class Replica:
         return False
 
     async def _failure_kind(self, timeout: float) -> str | None:
-        """Return the kind of event that describes what is wrong with the server; None when it answers."""
-        # Connections break a moment before the process is seen to end; do not report it as hung.
+        """Return the kind of event for the server's failure; None when it answers."""
+        # Connections break a moment before the end of the process is visible: do not report it as hung.
         deadline = time.monotonic() + _END_SECONDS
         while self.server.is_running():
             if time.monotonic() > deadline:
@@ -283,7 +283,7 @@ class Replica:
         return "server_died"
 
     async def _replace(self) -> float:
-        """Start servers until one serves; with the lock held and the gate closed. Returns seconds."""
+        """Start servers until one is usable; the lock must be held and the gate closed. Return seconds."""
         began, limit, last = time.monotonic(), self._config.sglang.max_restarts, ""
         while not self._stopped:
             await asyncio.to_thread(self.server.stop)
@@ -317,14 +317,14 @@ class Replica:
         try:
             weights = None if desired.weights is None else await desired.weights()
         except RuntimeError as error:
-            # The trainer was lost with its weights; its successor publishes before it trains.
+            # The weights were lost with the trainer; its successor publishes weights before it trains.
             self._on_event("weights_lost", version=desired.version, error=_brief(error))
             desired, weights = self._initial, None
 
         config, spec = self._config, self.spec
         with contextlib.ExitStack() as stack:
             folder = self._model_path
-            # New weights come with the draft that belongs to them, not that of the first start.
+            # New weights come with their own draft, which replaces the draft of the first start.
             if weights is not None:
                 folder = stack.enter_context(self._sync.session.checkpoint(weights))
                 if spec.needs_draft and (folder / "draft").is_dir():
@@ -349,13 +349,13 @@ class Replica:
 
         command = arguments.command(config, spec, path, port=port, on_gpu=on_gpu, version=desired.version)
         url = f"http://{sglang.host}:{port}"
-        # A key in hex never begins with a dash, which SGLang would take for an option.
+        # A key in hex never begins with a dash, which SGLang would interpret as an option.
         key = secrets.token_hex(24)
         with (
             tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings,  # a command line is readable by all
             tempfile.NamedTemporaryFile("w", suffix=".json") as widths,
         ):
-            # SGLang reads the largest width from this file; rlpipe's plugin chooses one per step.
+            # SGLang reads the maximum width from this file; rlpipe's plugin chooses one per step.
             if spec.adaptive:
                 json.dump({"1": {"candidate_steps": list(range(spec.gamma + 1))}}, widths)
                 widths.flush()
@@ -377,7 +377,7 @@ class Replica:
             self._client = client = SglangClient(url, sglang.request_timeout, key=key)
             self.server_id = uuid.uuid4().hex
 
-            # The checkpoint is hashed while the server loads it.
+            # Hash the checkpoint while the server loads it.
             hashing = asyncio.create_task(self._expected(desired, path, weights))
             try:
                 timeout = arguments.start_seconds(config, spec, on_gpu=on_gpu)
@@ -399,7 +399,7 @@ class Replica:
                 "full-precision weights: use rollout=embedded for others."
             )
 
-        # From here on, no garbage collection walks through the objects of the start.
+        # Exclude the objects of the start from all later garbage collections.
         await client.answers("/freeze_gc")
         if self.paused:
             await client.post(*PAUSE)
@@ -409,7 +409,7 @@ class Replica:
     async def _expected(
         self, desired: DesiredWeights, path: Path, weights: Mapping[str, torch.Tensor] | None
     ) -> Checksums:
-        """Return the checksums of the desired weights; None: those of the checkpoint in `path`."""
+        """Return the checksums of the desired weights. weights: None for the checkpoint in `path`."""
         if desired.checksums is None:
             if weights is None:
                 weights = await asyncio.to_thread(read_weights, path)
@@ -418,7 +418,7 @@ class Replica:
 
 
 def _brief(error: BaseException | str) -> str:
-    """Shorten an error for an event; the end of a log is kept, as it has the cause.
+    """Shorten an error for an event, but keep its end, because the end of a log has the cause.
 
     >>> len(_brief("x" * 9000))
     805

@@ -1,9 +1,10 @@
-"""The experts that a server returns with an answer, as `GenerateResult.routes`.
+"""Reads the experts that a server returns with an answer, for `GenerateResult.routes`.
 
-SGLang records them by slot of its cache (`--enable-return-routed-experts`). So a token that a request finds
-cached has the experts of the pass that wrote its keys, and the experts of a rejected draft are overwritten
-with its keys. They come as int32 of all layers, for the requested tokens except the last, in base64: at 48
-layers and 8 experts 2 KB a token. A turn requests those of the tokens that are new since the turn before.
+SGLang records experts by slot of its cache (`--enable-return-routed-experts`). So for a cached token it
+returns the experts of the pass that wrote the token's keys, and the experts of a rejected draft are
+overwritten together with its keys. They are sent in base64, as int32 for all layers and all requested tokens
+except the last: 2 KB a token with 48 layers and 8 experts. A turn requests only those of tokens that are new
+since the turn before.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from rlpipe.weights.protocols import ServerError
 
 
 def check_routes(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> None:
-    """Refuse steps that are larger than the server's buffer for routes, which would end its process.
+    """Refuse settings whose steps would overflow the server's buffer for routes and so end its process.
 
-    SGLang sizes the buffer for `--chunked-prefill-size` tokens or one a request, and ignores the drafts of a
-    verify step. Raises ValueError with a hint.
+    SGLang's buffer has space for `--chunked-prefill-size` tokens, or for one token a request if that is more;
+    it does not include the drafts of a verify step. Raises ValueError with a hint.
     """
     if rollout.replay_routes and not on_gpu and not rollout.sglang.plugin:
         raise ValueError(
@@ -44,8 +45,8 @@ def check_routes(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> N
 def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.ndarray | None:
     """Read the routes of the last `tokens` of an answer's prompt and output; None if the server sent none.
 
-    Returns [tokens, layers with experts, experts per token]; the largest number of the dtype marks a token
-    without routes, the last one. Raises ServerError for routes that do not fit this model.
+    Returns [tokens, layers with experts, experts per token]. The last token has no routes, which is marked by
+    the largest number of the dtype. Raises ServerError for routes that do not fit this model.
     """
     packed, experts = meta.get("routed_experts"), arch.experts
     if packed is None or experts is None:
@@ -74,5 +75,5 @@ def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.
 
 
 def _repeats(chosen: np.ndarray) -> bool:
-    """Return whether an expert reads a token twice, as in a buffer of zeros that was never written."""
+    """Return whether a token has an expert twice, as in a buffer of zeros that was never written."""
     return bool((np.diff(np.sort(chosen, -1), axis=-1) == 0).any())

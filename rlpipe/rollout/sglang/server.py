@@ -1,7 +1,7 @@
-"""A server process: started, waited for, and stopped together with everything it started.
+"""A server process: starts it, waits for it, and stops it together with all its child processes.
 
-SGLang spawns a scheduler per GPU and a detokenizer; a failure inside it ends its whole tree. The tree is a
-separate process group under `guard.py`, which kills it when the process that started it has ended.
+SGLang spawns a scheduler per GPU and a detokenizer; a failure in one ends the full process tree. The tree is
+a separate process group under `guard.py`, which kills the group when the process that started it has ended.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import IO
 from rlpipe.rollout import shared_entries
 
 _LOG_LINES = 12
-_LOWEST_PORT = 20000  # of those to choose from
+_LOWEST_PORT = 20000  # lowest port to choose
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last of outgoing connections
 
 
 def pick_port(host: str, port: int) -> int:
-    """Return `port` if it is free, or any free one for 0. Raises ValueError when it is taken.
+    """Return `port` if it is free; for 0, return any free port. Raises ValueError when it is in use.
 
-    A server listens only seconds after its port was chosen. So the choice is below the ports that the system
-    uses for outgoing connections, one of which could have taken it by then.
+    A server listens only seconds after its port was chosen. So a port below those for outgoing connections is
+    chosen, because an outgoing connection could otherwise take it in these seconds.
     """
     if port == 0:
         candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_outgoing_port()))
@@ -58,7 +58,7 @@ def _first_outgoing_port() -> int:
 
 
 class ServerProcess:
-    """One server, from `Popen` to `stop`. log: file of its output."""
+    """One server, from `Popen` to `stop`. log: file for its output."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, cwd: Path | None = None
@@ -68,7 +68,7 @@ class ServerProcess:
         self._entries: Path | None = None
         guard = Path(__file__).with_name("guard.py")
 
-        # SGLang writes its settings to the log, the key among them: only the owner may read it.
+        # SGLang writes its settings, including the key, to the log: only the owner may read the log.
         with os.fdopen(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(guard), *command],
@@ -82,11 +82,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard, which is also the id of the process group."""
+        """Process id of the guard; it is also the id of the process group."""
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Return whether the process still lives; a hung process counts as alive."""
+        """Return whether the process is alive; a hung process counts as alive."""
         return self._process.poll() is None
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout: float) -> None:
@@ -107,10 +107,10 @@ class ServerProcess:
         self._entries = shared_entries.note(self.pid)
 
     def stop(self) -> None:
-        """End the process group with SIGKILL; returns when no process of it is left.
+        """End the process group with SIGKILL; return when all its processes have ended.
 
-        SIGTERM would not end it more cleanly: SGLang's schedulers die of it at once, and their parent takes
-        that for a crash and sleeps five seconds to diagnose it.
+        SIGTERM would not be cleaner: SGLang's schedulers end at once, and their parent treats this as a crash
+        and sleeps five seconds to diagnose it.
         """
         entries = self._entries or shared_entries.note(self.pid)  # read now if it was still starting
         _signal_group(self.pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
     try:
         os.killpg(group, number)
     except ProcessLookupError:
-        return  # all of it has ended
+        return  # all processes have ended
 
 
 def _close(stream: IO[bytes] | None) -> None:

@@ -1,4 +1,4 @@
-"""The directory from which SGLang serves a target that it cannot serve from the checkpoint's directory.
+"""Makes a directory for targets that SGLang cannot serve from the checkpoint's own directory.
 
 MiMo, with a draft that reads the outputs of its layers    served as Qwen2, whose class returns them
 a grafted MTP layer (`rlpipe graft`) of another family     served as MiMo, whose class has the draft
@@ -23,11 +23,12 @@ from rlpipe.models.grafted import MIMO, fits_mimo, is_grafted
 def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
     """Yield the directory from which a server loads the target in `path`.
 
-    SGLang's class for MiMo gives no outputs of layers to a draft (models/mimo.py). Its backbone is Qwen2's,
-    whose class does. So a MiMo is served as Qwen2, without its MTP layer: linked from a temporary directory
-    with such a config.json. A grafted model is served as MiMo in the same way. If its family has no biases on
-    query, key and value, the server gets zeros. No update names these biases, so they stay zero, and neither
-    the checkpoint nor the trainer has them.
+    SGLang's class for MiMo does not give outputs of layers to a draft (models/mimo.py). MiMo's backbone is
+    that of Qwen2, and SGLang's class for Qwen2 does give them. So a MiMo is served as Qwen2, without its MTP
+    layer: a temporary directory has a config.json for Qwen2 and links to the checkpoint's other files. A
+    grafted model is served as MiMo in the same way. If its family has no biases on query, key and value, the
+    server gets zeros. No update names these biases, so they stay zero; the checkpoint and the trainer do not
+    have them.
     """
     config = read_config(path)
     arch = read_architecture(config)
@@ -56,7 +57,7 @@ def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
 
 
 def _write_zero_biases(folder: Path, arch: Architecture) -> None:
-    """Add zero biases of query, key and value to a linked checkpoint, those of its MTP layer among them."""
+    """Add zero biases of query, key and value to a linked checkpoint, also for its MTP layer."""
     import torch
     from safetensors.torch import save_file
 
@@ -71,10 +72,10 @@ def _write_zero_biases(folder: Path, arch: Architecture) -> None:
     file = "zero_biases.safetensors"
     save_file(biases, folder / file, {"format": "pt"})
 
-    # A checkpoint of several files is read by its index.
+    # SGLang reads a checkpoint of several files by its index, so add the new file to it.
     index_file = folder / "model.safetensors.index.json"
     if index_file.is_file():
         index = json.loads(index_file.read_text())
         index["weight_map"] |= dict.fromkeys(biases, file)
-        index_file.unlink()  # a link to the checkpoint's
+        index_file.unlink()  # it is a link to the checkpoint's index
         index_file.write_text(json.dumps(index))

@@ -1,9 +1,9 @@
-"""Turns in flight on one server: their ids on it, their parts, and their counters.
+"""Turns in flight on one server: their ids on the server, their parts, and their counters.
 
-Owns the tasks that a server does not do. A turn ends at exactly the requested stop tokens: where the server
-also stops at the model's end token, the turn continues from there. Requests that would kill the server are
-refused (an unknown token id ends its process). All request ids have the same length: the server aborts by
-prefix, and so aborting one request never aborts another.
+Owns tasks that the server does not perform. A turn ends at exactly the requested stop tokens: if the server
+stops at the model's end token instead, the turn is continued. Requests that would kill the server are refused
+(an unknown token id ends its process). All request ids have the same length: the server aborts by prefix, so
+with equal lengths aborting one request never aborts another.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from rlpipe.rollout.turn import empty_result, joined
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.protocols import ServerUnreachable
 
-_SILENT_TOKENS = 256  # tokens between two parts of a turn of which only the end is wanted
+_SILENT_TOKENS = 256  # tokens between two parts of a turn if only the end is needed
 
 
 class Turns:
     """Turns in flight. Used from the engine's event loop; `stats` and `check` from any thread.
 
-    vocab: tokens of the model. arch: of the model, where the experts that it chose are recorded.
+    vocab: vocabulary size of the model. arch: the model's architecture if its experts are recorded, else
+    None.
     """
 
     def __init__(
@@ -43,18 +44,18 @@ class Turns:
         self._config, self._spec, self._vocab, self._arch = config, spec, vocab, arch
         self._running: dict[str, str] = {}  # request id -> its id inside the server
         self._waiting: dict[str, asyncio.Future[None]] = {}  # request id -> done when aborted
-        self._aborted: set[str] = set()  # of those that ran, until the server has answered
+        self._aborted: set[str] = set()  # aborted requests that the server has not answered yet
         self._stats = EngineStats()
         self._busy_since: float | None = None
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse an impossible request before the server sees it. Raises ValueError."""
+        """Raise ValueError for an impossible request, before it is sent to the server."""
         check_request(request, self._vocab, self._spec.mode)
 
     async def admitted(
         self, request: GenerateRequest, serving: Coroutine[Any, Any, SglangClient]
     ) -> SglangClient | None:
-        """Wait for the server; None when the request is aborted first. Raises what `serving` raises."""
+        """Wait for the server; None if the request is aborted first. Raises the errors of `serving`."""
         if request.request_id in self._waiting:
             serving.close()
             raise _already_running(request.request_id)
@@ -77,10 +78,11 @@ class Turns:
         stream: bool = False,
         done: GenerateResult | None = None,
     ) -> AsyncIterator[GenerateResult]:
-        """Run one turn; yields it last, and with `stream` its growing parts before (finish_reason ABORT).
+        """Run one turn and yield it; with `stream`, first yield its growing parts (finish_reason ABORT).
 
-        done: the part that a server sent before it broke off. A prompt that fills the context has no token
-        and LENGTH. Raises ServerError, and ValueError for an id that is already running.
+        done: the part that a server sent before it failed. For a prompt that fills the context the result has
+        no token and finish_reason LENGTH. Raises ServerError, and ValueError for an id that is already
+        running.
         """
         capacity = self._config.max_context - len(request.prompt_ids)
         if capacity < 1:
@@ -90,7 +92,7 @@ class Turns:
         max_new_tokens = min(capacity, request.sampling.max_new_tokens)
         request = replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
 
-        # One request, and more where the server stops too early or broke off before.
+        # Send one request, and more if the server stops too early or has failed before.
         turn = done and _settled(request, done)
         while turn is None or turn is done or self._continues(request, turn):
             remaining = request if turn is None else continuation(request, turn)
@@ -115,14 +117,14 @@ class Turns:
         yield turn
 
     def abort_waiting(self, request_ids: Iterable[str] | None) -> None:
-        """End those of the named requests (all when None) that wait for a server."""
+        """End requests that wait for a server. request_ids: None for all."""
         for request_id in list(self._waiting if request_ids is None else request_ids):
             aborted = self._waiting.get(request_id)
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)
 
     async def abort(self, client: SglangClient, request_ids: Sequence[str] | None) -> None:
-        """End the named requests (all when None) with what they have."""
+        """End some requests (None: all) with the tokens so far."""
         self.abort_waiting(request_ids)
         running = {
             request_id: rid
@@ -130,7 +132,7 @@ class Turns:
             if request_ids is None or request_id in request_ids
         }
 
-        # Remember them: if their server is lost before it answers, no other server may run them again.
+        # Store the ids: if the server is lost before it answers, no other server may run these requests.
         self._aborted.update(running)
 
         if request_ids is None:
@@ -140,7 +142,7 @@ class Turns:
             await client.post("/abort_request", {"rid": rid})
 
     def take_aborted(self, request_id: str) -> bool:
-        """Return whether a request was aborted before its server was lost: no other server runs it then."""
+        """Return whether a request was aborted before its server was lost; then it must not run again."""
         aborted = request_id in self._aborted
         self._aborted.discard(request_id)
         return aborted
@@ -156,7 +158,7 @@ class Turns:
             await asyncio.sleep(0.02)
 
     def stats(self) -> EngineStats:
-        """Return sums over finished parts; busy_seconds is time with at least one request running."""
+        """Return sums over finished parts; busy_seconds is the time with at least one running request."""
         stats = copy.deepcopy(self._stats)
         stats.running, stats.waiting = len(self._running), len(self._waiting)
         stats.busy_seconds += self._busy_for()
@@ -168,7 +170,7 @@ class Turns:
         if result.finish_reason is not FinishReason.STOP or result.output_ids[-1] in stops:
             return False
 
-        # The server also stops at end tokens of the model that were not requested.
+        # The server also stops at the model's end tokens, even if these were not requested.
         if len(result.output_ids) < request.sampling.max_new_tokens:
             return True
         result.finish_reason = FinishReason.LENGTH
@@ -176,7 +178,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _registered(self, request_id: str) -> AsyncIterator[str]:
-        """Count a request as running; yields its id inside the server, all of one length."""
+        """Count a request as running, and yield its id inside the server; all ids have one length."""
         if request_id in self._running:
             raise _already_running(request_id)
         if not self._running:
@@ -206,9 +208,9 @@ class Turns:
 async def _answers(
     client: SglangClient, body: dict[str, Any], *, stream: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the server's growing answers with `stream`, else only the last of them.
+    """Yield the server's growing answers with `stream`, else only the last one.
 
-    They are streamed in any case, so that the client's timeout counts from the last tokens received.
+    Both cases stream answers, so that the client's timeout counts from the last tokens received.
     """
     if not stream:
         silent = body["sampling_params"] | {"stream_interval": _SILENT_TOKENS}
@@ -223,7 +225,7 @@ async def _answers(
 
 
 def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:
-    """Return `done` itself when more is to come, else with the finish reason that the server did not send."""
+    """Return `done` unchanged if more tokens must follow, else with the finish reason that is missing."""
     if len(done.output_ids) and done.output_ids[-1] in request.sampling.stop_token_ids:
         return replace(done, finish_reason=FinishReason.STOP)
     if len(done.output_ids) >= request.sampling.max_new_tokens:

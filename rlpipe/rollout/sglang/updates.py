@@ -1,11 +1,11 @@
-"""New weights into the server of a replica: prepare, pause, send, continue, check.
+"""Updates the weights of a replica's server: prepare, pause, send, continue, check.
 
-What takes long happens while the server decodes: hashing here, writing a checkpoint or what differs from the
-weights that it holds, and, on a CPU, hashing there. A server on a GPU hashes in milliseconds, before it
-continues. After a failed check full weights are sent, and no delta any more; `rollout.sglang.
-on_canary_failure` sets what follows another failure. Requests survive an update, and each token carries its
-version. When the server dies in an update, the update is complete once its successor, started on those
-weights, serves. Transport and check are `weights.sync`'s.
+Slow operations run while the server decodes: hashing in this process, writing a checkpoint or the delta to
+the server's weights, and, on a CPU, hashing in the server. A server on a GPU hashes in milliseconds, before
+it continues. After a failed check full weights are sent, and deltas are no longer used; `rollout.sglang.
+on_canary_failure` sets the reaction to a second failure. Requests survive an update, and each token has its
+version. If the server dies in an update, the update is complete when its successor, which starts on these
+weights, is usable. `weights.sync` owns transport and check.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from rlpipe.weights.sync import WeightSync
 from rlpipe.weights.transports.base import Staged, WeightUpdate
 
 CONTINUE = "/continue_generation", {"torch_empty_cache": False}
-_ATTEMPTS = 3  # with servers that live and yet do not answer
-_SENDS = 2  # of the same weights, before the run reacts to a server that does not hold them
+_ATTEMPTS = 3  # attempts with servers that are alive but do not answer
+_SENDS = 2  # times that the same weights are sent before the run reacts to a failed check
 
 
 class Updates:
     """Weight updates of one engine; used from its event loop.
 
     on_event: called for `canary_failed`, `broadcast_failed`, `speculation_disabled`.
-    last: seconds and canary failures of the last update, and how drafts were verified before it.
+    last: metrics of the last update: seconds, canary failures, and how drafts were verified before it.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class Updates:
         self._replica, self._sync, self._turns = replica, sync, turns
         self.last: dict[str, float] = {}
         self._verified = VerifiedSteps()
-        self._deltas = True  # until one fails
-        self._unsure = ""  # id of a server whose last update did not end well
+        self._deltas = True  # False after one has failed
+        self._unsure = ""  # id of a server that may not have the weights of its last update
 
     async def membership(self) -> Member:
-        """Return the server as a member of a broadcast; an empty one unless it answers now and can take part.
+        """Return the server as a member of a broadcast; an empty member if it does not answer or cannot join.
 
-        A broadcast brings fingerprints of what was sent, which a server that pads tensors does not show.
+        A broadcast includes fingerprints of the sent tensors; a server that pads tensors computes others, so
+        it cannot join.
         """
         replica = self._replica
         if replica.is_serving() and not self._sync.pads:
@@ -72,15 +73,15 @@ class Updates:
         return Member(server="", group="")
 
     async def bring(self, desired: DesiredWeights) -> None:
-        """Update the server to `desired`, or replace it by one that was started on it.
+        """Update the server to `desired`, or replace it with one that starts with these weights.
 
-        Raises ServerError when the server refuses, RuntimeError when the canary fails and the reaction is to
-        stop.
+        Raises ServerError when the server refuses, RuntimeError when the canary fails and the configured
+        reaction is to stop.
         """
         replica, unanswered, before = self._replica, 0, self._replica.desired
         started = time.monotonic()
 
-        # A server that has to be replaced from here on starts on the new weights.
+        # If the server must be replaced from now on, its successor starts on the new weights.
         replica.desired = desired
         try:
             while True:
@@ -105,7 +106,7 @@ class Updates:
             raise
 
     async def _transfer(self, client: SglangClient, desired: DesiredWeights) -> None:
-        """Prepare, pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
+        """Prepare, pause, send, check. Raises ServerError, and RuntimeError if the canary fails."""
         version, replica = desired.version, self._replica
         with contextlib.ExitStack() as stack:
             staged: Staged = None
@@ -119,7 +120,7 @@ class Updates:
             for attempt in range(_SENDS):
                 async with replica.pausing:
                     await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
-                    replica.stale = True  # until it has the weights of one version
+                    replica.stale = True  # until all its weights have one version
 
                 with replica.loading():
                     await self._send(client, desired, staged, flush=mode != "in_place")
@@ -148,17 +149,17 @@ class Updates:
         self._unsure = ""
 
     async def _read_verified(self) -> None:
-        """Add to `last` how the server verified drafts since the update before."""
+        """Add to `last` how the server verified drafts since the previous update."""
         replica = self._replica
         if replica.drafts and self._sglang.plugin:
-            # A server that is lost here is replaced by its watch.
+            # If the server is lost here, the replica's watch replaces it.
             with contextlib.suppress(ServerError, TimeoutError):
                 async with asyncio.timeout(self._sglang.health_timeout):
                     info = await replica.client.read(PROBE)
                 self.last |= self._verified.shares(replica.server_id, info)
 
     async def _continue(self, client: SglangClient) -> None:
-        """Have a server that holds one version decode, unless it is to stay paused."""
+        """Continue a server that has weights of one version, unless it must stay paused."""
         async with self._replica.pausing:
             self._replica.stale = False
             if not self._replica.paused:
@@ -177,16 +178,16 @@ class Updates:
         return None
 
     def _takes_part(self, desired: DesiredWeights) -> bool:
-        """Return whether the server is in the group of a broadcast that is still to come."""
+        """Return whether the server is a member of an offered broadcast."""
         return desired.offer is not None and self._replica.server_id in desired.offer.members
 
     async def _weights(self, desired: DesiredWeights) -> Mapping[str, torch.Tensor]:
-        # None means the checkpoint of the first start, which no update brings.
+        # None means the checkpoint of the first start, which is never sent in an update.
         assert desired.weights is not None
         return await desired.weights()
 
     async def _hashed(self, desired: DesiredWeights) -> Checksums:
-        """Return the checksums of a server that holds `desired`."""
+        """Return the checksums of a server with the weights `desired`."""
         if desired.checksums is None:
             desired.checksums = await self._sync.checksums(await self._weights(desired))
         return desired.checksums
@@ -194,9 +195,9 @@ class Updates:
     async def _send(
         self, client: SglangClient, desired: DesiredWeights, staged: Staged, *, flush: bool
     ) -> None:
-        """Send `desired` to the server: by its broadcast, which brings the checksums, or to this server only.
+        """Send `desired` by its broadcast, which includes the checksums, or to this server only.
 
-        staged: what `Transport.staged` prepared.
+        staged: the data that `Transport.staged` prepared.
         """
         takes_part, offer, desired.offer = self._takes_part(desired), desired.offer, None
         if takes_part and offer is not None:
@@ -215,13 +216,13 @@ class Updates:
 
     @property
     def _pause_mode(self) -> str:
-        """SGLang's name for what happens to running requests and their keys and values."""
+        """SGLang's name for the handling of running requests and their keys and values."""
         if self._sglang.abort_on_update:
             return "abort"
         return {KvOnUpdate.KEEP: "in_place", KvOnUpdate.RECOMPUTE: "retract"}[self._config.kv_on_update]
 
     async def _react(self, client: SglangClient, report: CanaryReport, version: int) -> None:
-        """React to weights that did not arrive: stop, or drop speculation if only the draft is stale."""
+        """React to a failed check: stop, or switch speculation off if only the draft has wrong weights."""
         switch_off = self._sglang.on_canary_failure is CanaryReaction.NO_SPECULATION
         if not switch_off or report.target or not self._replica.drafts:
             raise RuntimeError(
@@ -229,9 +230,9 @@ class Updates:
                 f"{self._replica.server.log} and rollout.sglang.on_canary_failure."
             )
 
-        # Speculation is set at the start of a server, so switching it off needs another one.
+        # Speculation is fixed when a server starts, so switching it off needs a new server.
         self._replica.drain()
-        await client.post("/pause_generation", {"mode": "abort"})  # its collector continues what it ends
+        await client.post("/pause_generation", {"mode": "abort"})  # the collector continues the aborted turns
         await self._turns.wait_until_idle()
         self._replica.spec = SpecConfig(mode=SpecMode.NONE)
         await self._replica.restart()

@@ -1,7 +1,7 @@
-"""Which code verified drafts in a server since its last update, as its plugin counts them.
+"""Shares of a server's verify steps by the code that ran them, from counts of rlpipe's plugin.
 
-Without its kernels on a GPU, or with sampling that they do not cover, a run is right and only slow, so no
-other figure shows it.
+If the plugin's kernels are missing on a GPU, or do not support the sampling parameters, the results are
+correct but slow, and no other metric shows it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class VerifiedSteps:
         self._server, self._before = "", Counter[str]()
 
     def shares(self, server: str, info: Mapping[str, Any]) -> dict[str, float]:
-        """Return the shares of verify steps since the last call by metric name; empty without any.
+        """Return the shares of verify steps since the last call by metric name; empty without verify steps.
 
-        server: id of the process. info: its answer to `/server_info`. A new server counts from 0.
+        server: id of the server process; a new one counts from 0. info: its answer to `/server_info`.
 
         >>> info = {"internal_states": [{"rlpipe_plugin": {"judged": {"rlpipe": 30, "greedy": 10}}}]}
         >>> VerifiedSteps().shares("a", info)

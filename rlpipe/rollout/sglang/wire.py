@@ -1,8 +1,9 @@
-"""Server-sent events over HTTP/1.1 on reused connections, as bytes, cheap enough for turns of ten tokens.
+"""Reads server-sent events over HTTP/1.1 as bytes, at low cost even for turns of ten tokens.
 
-httpx takes one to two milliseconds of processor time for a request and its answer, which is most of what such
-a turn costs a worker; this takes a tenth of it. It implements as much of HTTP as SGLang's `/generate` needs:
-POST, bodies in chunks, with a content length, or until the connection ends.
+httpx takes one to two milliseconds of CPU time for a request and its answer, which is most of a worker's time
+for such a turn; this module takes a tenth of that. Connections are reused. It implements only the parts of
+HTTP that SGLang's `/generate` needs: POST, and bodies in chunks, with a content length, or up to the end of
+the connection.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from urllib.parse import urlsplit
 
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 
-_CONNECT_SECONDS = 30.0  # a server under load accepts late; one that died refuses at once
-_MAX_IDLE = 64  # connections without a request
-_BUFFER = 1 << 20  # bytes that are read ahead
-_MAX_ERROR = 500  # bytes of an error's body in a message
+_CONNECT_SECONDS = 30.0  # a busy server accepts late; a dead one refuses at once
+_MAX_IDLE = 64  # idle connections
+_BUFFER = 1 << 20  # bytes to read ahead
+_MAX_ERROR = 500  # bytes of an error's body that a message quotes
 _DONE = b"[DONE]"
 
 
 class Wire:
-    """HTTP to `/generate` of one server. Used from one event loop.
+    """HTTP client for `/generate` of one server. Used from one event loop.
 
-    url: of the server. key: sent with every request. timeout: seconds between two parts of an answer.
+    url: address of the server. key: sent with every request. timeout: seconds between two parts of an answer.
     """
 
     def __init__(self, url: str, key: str, timeout: float) -> None:
@@ -36,7 +37,7 @@ class Wire:
     async def events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
         """Yield the content of each `data:` line of the answer to a POST of JSON, until `[DONE]`.
 
-        Raises ServerError when the server refuses, ServerUnreachable when it breaks off or is silent.
+        Raises ServerError when the server refuses, ServerUnreachable when the connection breaks or is silent.
         """
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._key}"
@@ -50,7 +51,7 @@ class Wire:
                 message = b"".join([part async for part in parts])
                 raise ServerError(f"{self._url}{path} answered {status}: {_shortened(message)}")
 
-            incomplete = b""  # the last line of a part may continue in the next
+            incomplete = b""  # the last line of a part may continue in the next part
             async for part in parts:
                 *lines, incomplete = (incomplete + part).split(b"\n")
                 for line in lines:
@@ -65,13 +66,13 @@ class Wire:
                 self._release(connection, complete=ended)
 
     def close(self) -> None:
-        """Drop connections; requests under way break off."""
+        """Close connections; running requests fail."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
 
     async def _send(self, request: bytes) -> tuple[_Connection, int, dict[bytes, bytes]]:
-        """Send, and read the head of the answer; on a new connection where an idle one ended meanwhile."""
+        """Send a request and read the head of the answer; if an idle connection has ended, open a new one."""
         while self._idle:
             connection = self._idle.pop()
             try:
@@ -79,7 +80,7 @@ class Wire:
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 connection.close()
 
-                # A server closes idle connections without notice; a partial answer is a real failure.
+                # A server closes idle connections without notice, but a partial answer is a real failure.
                 if getattr(error, "partial", b""):
                     raise
             except BaseException:
@@ -105,14 +106,14 @@ class Wire:
 
 
 class _Connection:
-    """One connection. reusable: whether another request may follow the answer that was read."""
+    """One connection. reusable: whether it can send another request after the last answer."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
         self._reader, self._writer, self._timeout = reader, writer, timeout
         self.reusable = False
 
     async def send(self, request: bytes) -> tuple[int, dict[bytes, bytes]]:
-        """Send a request; returns status and headers of the answer, names in lower case."""
+        """Send a request; return status and headers of the answer, with names in lower case."""
         self.reusable = False
         self._writer.write(request)
         async with asyncio.timeout(self._timeout):
