@@ -1,7 +1,7 @@
-"""Buckets of weights, and tensors as SGLang reads them in the body of `/update_weights_from_tensor`.
+"""Buckets of weights, and their encoding for the body of SGLang's `/update_weights_from_tensor`.
 
-SGLang unpickles the body with an allow-list of globals. Tensors are pickled by value, which that list
-permits, so nothing depends on shared memory, on both sides having the same torch, or on one host.
+SGLang unpickles the body with an allow-list of globals. Tensors are pickled by value, which this list
+permits. So the two sides need no shared memory, not the same version of torch, and not the same host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEGABYTE = 2**20
 def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Bucket]:
     """Split weights into consecutive buckets of at most `megabytes`; a larger tensor is a separate bucket.
 
-    Tensors that must travel together (`travels_with`) are never separated.
+    Tensors that must be sent together (`travels_with`) are never separated.
 
     >>> tensors = {"a": torch.zeros(2**18), "b": torch.zeros(2**17), "c": torch.zeros(1)}
     >>> [[name for name, _ in bucket] for bucket in buckets(tensors, megabytes=1)]
@@ -36,7 +36,7 @@ def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Buc
     size = 0
     for pairs in together.values():
         num_bytes = sum(tensor.nbytes for _, tensor in pairs)
-        # A bucket is never empty: what is too large for one is sent by itself.
+        # A bucket is never empty: a tensor that is too large has a bucket of its own.
         if bucket and size + num_bytes > megabytes * _MEGABYTE:
             yield bucket
             bucket, size = [], 0
@@ -47,6 +47,6 @@ def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Buc
 
 
 def serialize(bucket: Bucket) -> str:
-    """Pickle a bucket and encode it in base64; views are cloned, so that they cost only their own bytes."""
+    """Pickle a bucket and encode it in base64; views are cloned, to pickle only their own bytes."""
     cloned = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(cloned)).decode()

@@ -1,4 +1,4 @@
-"""Proof that a server has the weights that were sent: a fingerprint of every tensor of target and draft.
+"""Proves that a server has the weights that were sent, with fingerprints of target and draft tensors.
 
 A sync that omits the draft is silent: outputs stay correct, and only the acceptance rate falls. SGLang's
 `/weights_checker` hashes each parameter in place, per rank and role. The same hashes are computed here from
@@ -7,7 +7,7 @@ the weights that were sent, fused and named as SGLang stores them:
     q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
     gate, up_proj of all experts -> w13_weight;  down_proj of all -> w2_weight
 
-so a difference shows a tensor that did not arrive. Names and layouts come from the family's table
+so a difference shows a tensor that did not arrive. Names and layouts come from the model family's table
 (`rlpipe/models`) and the drafter's declaration, hashes from `fingerprint.py`. Owns the shapes that a rank
 stores.
 """
@@ -30,14 +30,14 @@ from rlpipe.models.grafted import served_with_zero_biases
 from rlpipe.weights.fingerprint import Parts, fingerprints
 
 DRAFT = "draft."
-EXPERTS = ".experts."  # in the server's names of expert weights
-SHARED = ".shared_experts."  # likewise of the experts that read every token
-UNSENT = "visual."  # begins the server's names of its vision tower, which is never sent
+EXPERTS = ".experts."  # part of the server's names of expert weights
+SHARED = ".shared_experts."  # part of the server's names of shared experts, which read every token
+UNSENT = "visual."  # prefix of the server's names of its vision tower, which is never sent
 
 
 @dataclass(slots=True, kw_only=True)
 class CanaryReport:
-    """Names of tensors that differ, by role. reasons: why they differ, by name, where it is known."""
+    """Names of tensors that differ, by role. reasons: by name, why a tensor differs, if known."""
 
     target: list[str] = field(default_factory=list)
     draft: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class CanaryReport:
 
     @property
     def passed(self) -> bool:
-        """True when the server has exactly the weights that were sent."""
+        """Whether the server has exactly the weights that were sent."""
         return not (self.target or self.draft)
 
     def summary(self) -> str:
@@ -67,8 +67,9 @@ class CanaryReport:
 class Shard:
     """The part of each tensor that one rank of a server stores.
 
-    kv_heads: of the model; fewer than ranks are repeated. channels: of each expert over all ranks, where the
-    server pads them with zeros; 0 where it does not. delta: the model's gated delta nets, if any.
+    kv_heads: key heads of the model; if there are fewer than ranks, they are repeated. channels: channels of
+    each expert over all ranks if the server pads experts with zeros, else 0. delta: the model's gated delta
+    nets, if any.
     """
 
     rank: int = 0
@@ -78,14 +79,14 @@ class Shard:
     delta: DeltaNet | None = None
 
     def rows(self, tensor: torch.Tensor, *, of_kv: bool = False) -> torch.Tensor:
-        """Select this rank's rows of a tensor split by output. of_kv: rows of key or value heads."""
+        """Select this rank's rows of a tensor that is split by output. of_kv: rows are key or value heads."""
         size, rank = self.size, self.rank
         if of_kv and self.kv_heads < size:
             rank, size = rank // (size // self.kv_heads), self.kv_heads
         return tensor.chunk(size)[rank]
 
     def slices(self, tensors: Parts, part: Part) -> Parts:
-        """Select what this rank stores of each Hugging Face tensor of one weight."""
+        """Select the part that this rank stores of each Hugging Face tensor of one weight."""
         layout = part.layout
         if layout is Layout.DELTA:
             assert self.delta is not None
@@ -111,19 +112,19 @@ def server_parts(
     dtype: torch.dtype,
     drafter: Drafter | None,
 ) -> dict[str, Parts]:
-    """Return HF weights by the names and in the shapes of one rank's parameters; `draft.` begins a draft's.
+    """Return HF weights under the names and in the shapes of one rank's parameters.
 
-    Each tensor comes as the parts that the server fuses along its first dimension, without copies where
-    possible.
+    Names of a draft's parameters begin with `draft.`. Each tensor is a list of the parts that the server
+    fuses along the first dimension, without copies where possible.
 
     Args:
-        weights: all, or a bucket of them.
-        hf_config: of the model; if its head is tied, the server stores none.
-        dtype: of the server.
-        drafter: drafter of the server, if it drafts.
+        weights: all weights, or a bucket of them.
+        hf_config: the model's; if its head is tied, the server does not store a head.
+        dtype: dtype of the server's weights.
+        drafter: the server's drafter, if any.
 
     Raises:
-        ValueError: a tensor that no table maps, or one that is missing from those fused together.
+        ValueError: if no table maps a tensor, or if a part of a fused tensor is missing.
     """
     parts_by_name: dict[str, Parts] = {}
     float32 = family_of(hf_config).float32
@@ -143,12 +144,12 @@ def server_parts(
         types = [torch.float32 if name.endswith(float32) else dtype for name in names]
         tensors = [weights[name].to(kind) for name, kind in zip(names, types, strict=True)]
         if shard.channels and (EXPERTS in served or SHARED in served):
-            # shared experts are stored as one, as wide as all of them together
+            # shared experts are stored as a single expert with the width of all of them
             count = 1 if EXPERTS in served else int(hf_config.get("n_shared_experts") or 1)
             tensors = [_widened(tensor, part.layout, count * shard.channels) for tensor in tensors]
         parts_by_name[served] = shard.slices(tensors, part)
 
-        # A grafted model of a family without biases is served by a class that has them.
+        # A grafted model of a family without biases is served by a class that has biases.
         if zero_biases and part.layout is Layout.QKV and served.endswith("weight"):
             biases = [tensor.new_zeros(len(tensor)) for tensor in tensors]
             parts_by_name[served.removesuffix("weight") + "bias"] = shard.slices(biases, part)
@@ -174,7 +175,7 @@ def rank_fingerprints(
     on_gpu: bool,
     channels: int = 0,
 ) -> list[dict[str, str]]:
-    """Compute the fingerprints that each rank of a server must show for these weights; see `server_parts`.
+    """Compute the fingerprints that each rank of a server must have for these weights; see `server_parts`.
 
     on_gpu: whether the server hashes on a GPU. channels: see `Shard`.
     """
@@ -202,7 +203,7 @@ def rank_parts(
 
 
 def is_served(name: str, drafter: Drafter | None) -> bool:
-    """Return whether a server with this drafter takes updates of a weight: of several MTP layers the first.
+    """Return whether a server with this drafter takes updates of a weight; only the first MTP layer does.
 
     >>> is_served("model.mtp_layers.0.norm.weight", Drafter.EAGLE3), is_served("eagle3.d2t", Drafter.EAGLE3)
     (False, False)
@@ -214,7 +215,7 @@ def is_served(name: str, drafter: Drafter | None) -> bool:
 
 
 def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tuple[str, str, Part]]:
-    """Yield each weight of a model with its name on the server and the prefix of its Hugging Face names."""
+    """Yield, for each weight of a model, its server name, the prefix of its HF names, and its description."""
     family = family_of(hf_config)
     for part in (EMBEDDING, FINAL_NORM, HEAD):
         yield part.served_name, "", part
@@ -233,7 +234,7 @@ def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tu
 
 
 def _fused(parts: Iterable[Part]) -> list[Part]:
-    """Join the weights that a server stores in one tensor: those of one name (experts), in their order."""
+    """Join weights that a server stores in one tensor, which have equal names (experts), in their order."""
     by_name: dict[str, Part] = {}
     for part in parts:
         before = by_name.get(part.served_name)
@@ -242,13 +243,13 @@ def _fused(parts: Iterable[Part]) -> list[Part]:
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Pad a vocabulary to the multiple of 64 rows that SGLang stores, with zeros."""
+    """Pad a vocabulary with rows of zeros to a multiple of 64, as SGLang does."""
     missing = -len(tensor) % 64
     return torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
 def _widened(tensor: torch.Tensor, layout: Layout, channels: int) -> torch.Tensor:
-    """Append channels of zeros to an expert's weight: rows of gate and up, columns of down."""
+    """Append channels of zeros to an expert's weight: rows for gate and up, columns for down."""
     dim = 0 if layout is Layout.GATE_UP else 1
     missing = channels - tensor.shape[dim]
     return torch.nn.functional.pad(tensor, (0, 0, 0, missing) if dim == 0 else (0, missing))
@@ -257,7 +258,7 @@ def _widened(tensor: torch.Tensor, layout: Layout, channels: int) -> torch.Tenso
 def padded_channels(differing: Mapping[str, tuple[str, str]], ranks: int) -> int:
     """Derive the number of channels to which a server pads each expert; 0 if it does not pad.
 
-    differing: what `explain` returned.
+    differing: the result of `explain`.
 
     >>> padded_channels({"model.layers.0.mlp.experts.w2_weight": ("float32 8x32x64", "float32 8x32x48")}, 2)
     128
@@ -273,7 +274,7 @@ def padded_channels(differing: Mapping[str, tuple[str, str]], ranks: int) -> int
 def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryReport:
     """Compare one rank's checksums with `fingerprints`; a tensor on only one side counts as different.
 
-    served: a hash for each tensor, after which rlpipe's plugin writes its dtype and shape.
+    served: for each tensor its hash and, if rlpipe's plugin is loaded, its dtype and shape.
 
     >>> compare({"a": "0", "draft.b": "1"}, {"a": "0 float32 4x2", "draft.b": "2"}).draft
     ['draft.b']
@@ -291,11 +292,11 @@ def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryRep
 def explain(
     report: CanaryReport, expected: Mapping[str, Parts], served: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Add to the report why each tensor differs: no table maps it, the server lacks it, or its shape differs.
+    """Add the reason why each tensor differs to the report: unmapped, not on the server, or another shape.
 
-    expected: of one rank, by name; they may be on the meta device. served: as for `compare`; tensors without
-    dtype and shape stay unexplained. Returns (served form, expected form) of those whose dtype or shape
-    differ.
+    expected: tensors of one rank, by name; they may be on the meta device. served: see `compare`; tensors
+    without dtype and shape get no reason. Returns (served form, expected form) of the tensors that have
+    another dtype or shape.
     """
     other_forms: dict[str, tuple[str, str]] = {}
     for name in (*report.target, *report.draft):
@@ -316,10 +317,10 @@ def explain(
 
 
 def describe_parts(parts: Parts, served_form: str) -> str:
-    """Describe dtype and shape of a tensor as rlpipe's plugin does.
+    """Describe dtype and shape of a tensor like rlpipe's plugin.
 
-    served_form: the plugin's description. Experts are rows of one matrix here, and a separate dimension
-    on the server: the description follows the server's if the sizes fit.
+    served_form: the plugin's description. Experts are rows of one matrix here but a separate dimension on the
+    server. If the sizes fit, the description uses the server's dimensions.
 
     >>> experts = [torch.zeros(6, 4)]
     >>> describe_parts(experts, "float32 2x3x4"), describe_parts(experts, "float32 2x4x4")

@@ -1,15 +1,15 @@
-"""Fingerprints of a version whose buckets come one after the other, for the canary.
+"""Fingerprints for the canary, computed from buckets that arrive one after the other.
 
-Most tensors that a server fuses come in one bucket and are hashed with it, on its device. The experts of a
-layer are one tensor of the server, w13 or w2, and come in several buckets, depending on `bucket_mb`. SGLang's
-mix is a sum over tiles of 32 KiB, so on a GPU each bucket adds the tiles of its experts:
+Most tensors that a server fuses are in one bucket and are hashed with it, on its device. The experts of a
+layer form one tensor on the server, w13 or w2, but may be in several buckets, depending on `bucket_mb`.
+SGLang's mix is a sum over tiles of 32 KiB, so on a GPU each bucket adds the tiles of its experts:
 
     buckets of a layer:  experts 0, 1   | experts 2, 3   | ...
     tiles of w13:        0 .. 383       | 384 .. 767     | ...       added up, and mixed with the last one
 
-The other tensors of the layer are then on the meta device and only keep their positions. SHA-256, the hash
-of a CPU server, has no such sums, and neither has an expert that ends within a tile. Such layers are hashed
-when they are complete, from the trainer's copy of the version.
+The layer's other tensors are then on the meta device and only define positions. SHA-256, the hash of a CPU
+server, is not such a sum, and an expert that ends within a tile cannot be added separately. In these cases a
+layer is hashed when it is complete, from the trainer's copy of the version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.fingerprint import Parts, ends_with_tiles, fingerprints, mix, tile_sums
 from rlpipe.weights.offer import Checksums
 
-_EXPERTS = ".experts."  # in the Hugging Face names of expert weights
+_EXPERTS = ".experts."  # part of the Hugging Face names of expert weights
 
 RankParts = Callable[[Mapping[str, torch.Tensor]], list[dict[str, Parts]]]
 
@@ -31,9 +31,10 @@ RankParts = Callable[[Mapping[str, torch.Tensor]], list[dict[str, Parts]]]
 class BucketChecksums:
     """Checksums of all ranks of a server, from the buckets of one version.
 
-    plan: all buckets, on the meta device. rank_parts: the tensors that each rank of a server makes of some
-    weights, by its names. on_gpu: whether the server hashes on a GPU. copied: returns the version's tensors
-    in host memory, by name; those of a layer are there when its last bucket is added.
+    plan: all buckets, on the meta device. rank_parts: returns the tensors that each rank of a server makes
+    from some weights, by their names on the server. on_gpu: whether the server hashes on a GPU. copied:
+    returns the version's tensors in host memory, by name; a layer's tensors are complete when its last bucket
+    is added.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class BucketChecksums:
         self._rank_parts, self._on_gpu, self._copied = rank_parts, on_gpu, copied
         self._ranks: list[dict[str, str]] = [{} for _ in range(ranks)]
 
-        # Layers whose experts come in several buckets, and what has not come yet.
+        # Layers with experts in several buckets, with the buckets that are still missing.
         by_layer: dict[str, list[Bucket]] = {}
         for bucket in plan:
             for layer, tensors in groupby(bucket, lambda pair: layer_of(pair[0])):
@@ -62,7 +63,7 @@ class BucketChecksums:
         self._sums: dict[str, list[dict[str, torch.Tensor]]] = {}
 
     def add(self, bucket: Bucket) -> None:
-        """Hash the tensors that can be hashed now; they are read before this returns."""
+        """Hash the bucket's tensors as far as possible; they are read before this returns."""
         whole: dict[str, torch.Tensor] = {}
         experts: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in bucket:
@@ -75,7 +76,7 @@ class BucketChecksums:
             self._add_experts(layer, tensors, complete=not self._missing[layer])
 
     def result(self) -> Checksums:
-        """Return the checksums, once all buckets were added."""
+        """Return the checksums; call it after all buckets were added."""
         return Checksums(ranks=self._ranks)
 
     def _hash(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -83,7 +84,7 @@ class BucketChecksums:
             sums |= fingerprints(parts, on_gpu=self._on_gpu)
 
     def _add_experts(self, layer: str, tensors: dict[str, torch.Tensor], *, complete: bool) -> None:
-        """Add the experts of one bucket. complete: no other experts of their layer follow."""
+        """Add the experts of one bucket. complete: whether they are the last experts of their layer."""
         parts_of_ranks = self._rank_parts(self._layers[layer] | tensors)
         fused = [parts for rank in parts_of_ranks for parts in rank.values()]
         if not (self._on_gpu and all(map(ends_with_tiles, fused))):

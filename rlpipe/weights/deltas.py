@@ -1,14 +1,14 @@
-"""A version as the elements in which it differs from the version that a server holds.
+"""Deltas: the elements in which a version differs from the version that a server has.
 
-After a step in bf16 most elements have unchanged bits: 2% change in two steps of full training. Sent are a
-position (int32) and a value for each element that changes, by the tensors of a server's ranks:
+After a step in bf16 most elements have unchanged bits: 2% change in two steps of full training. For each
+element that changes, a position (int32) in a tensor of a server's rank and a value are sent:
 
     held, new  --server_parts-->  tensors as a rank stores them  -->  positions and values where bits differ
 
-SGLang's `load_weights` takes full Hugging Face tensors and cannot write into a part of a fused one, so
+SGLang's `load_weights` takes full Hugging Face tensors and cannot write into a part of a fused tensor, so
 `served/rlpipe_shared_weights.py` writes elements to their positions. Bits are compared, as integers, so the
-result is that of a full update, and the canary compares the same fingerprints. There is no delta if it would
-not pay: types of four bytes change everywhere, and a dense delta takes longer than a copy.
+result equals that of a full update, and the canary compares the same fingerprints. No delta is made if a full
+update is faster: 4-byte dtypes change everywhere, and a dense delta takes longer than a copy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from rlpipe.weights.canary import DRAFT
 from rlpipe.weights.fingerprint import Parts
 
-MAX_SHARE = 0.25  # of the bytes of a full update
+MAX_SHARE = 0.25  # maximum size of a delta, as a share of the bytes of a full update
 _INDEX = torch.int32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Elements(NamedTuple):
-    """Elements of one tensor of a server's rank, which has `numel` in all.
+    """Some elements of one tensor of a server's rank. numel: number of all its elements.
 
     positions: [k] int32, ascending. values: [k].
     """
@@ -44,7 +44,7 @@ class Elements(NamedTuple):
 class Delta:
     """The elements that each rank of a server writes, by role (target, draft).
 
-    num_elements: over all ranks and roles. num_bytes: of positions and values.
+    num_elements: number over all ranks and roles. num_bytes: size of positions and values.
     """
 
     ranks: Sequence[Mapping[str, list[Elements]]]
@@ -53,7 +53,7 @@ class Delta:
 
 
 def delta(held: Sequence[Mapping[str, Parts]], new: Sequence[Mapping[str, Parts]]) -> Delta | None:
-    """Compute the delta between two versions; None where it has more than `MAX_SHARE` of the bytes of `new`.
+    """Compute the delta between two versions; None if it is larger than `MAX_SHARE` of the bytes of `new`.
 
     held, new: the tensors that each rank of a server stores, by name (`canary.rank_parts`). A tensor that the
     draft shares with the target is listed with the target only.
@@ -72,7 +72,7 @@ def delta(held: Sequence[Mapping[str, Parts]], new: Sequence[Mapping[str, Parts]
                 continue
             seen.add(id(parts))
 
-            # Counted before positions are listed, which take eight bytes each.
+            # Count before listing positions, which take eight bytes each.
             masks = [_differing(*pair) for pair in zip(before[name], parts, strict=True)]
             count, numel = sum(int(mask.count_nonzero()) for mask in masks), sum(map(len, masks))
             num_elements += count
@@ -87,15 +87,15 @@ def delta(held: Sequence[Mapping[str, Parts]], new: Sequence[Mapping[str, Parts]
 
 
 def _differing(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return where the bits of two tensors differ, as [n] bool."""
+    """Return a mask [n] of where the bits of two tensors differ."""
     return _bits(held) != _bits(new)
 
 
 def _elements(masks: Sequence[torch.Tensor], parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions [k] int32 in the tensor that the parts make together, and its values [k] there."""
+    """Return positions [k] int32 in the concatenated parts, and the values [k] there."""
     positions, values, first = [], [], 0
     for mask, part in zip(masks, parts, strict=True):
-        at = torch.from_numpy(np.flatnonzero(mask.numpy()))  # faster than torch where few are
+        at = torch.from_numpy(np.flatnonzero(mask.numpy()))  # faster than torch if few are set
         positions.append((at + first).to(_INDEX))
         values.append(part.reshape(-1)[at])
         first += len(mask)
@@ -103,5 +103,5 @@ def _elements(masks: Sequence[torch.Tensor], parts: Parts) -> tuple[torch.Tensor
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as [n] integers of its elements' size; copied only if it is not contiguous."""
+    """View a tensor as [n] integers with the size of its elements; copy it only if it is not contiguous."""
     return tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])

@@ -1,12 +1,12 @@
-"""Memory of a GPU that another process on it maps, by CUDA IPC through the driver's library.
+"""GPU memory that another process on the same GPU maps, by CUDA IPC through the driver's library.
 
-It does not use torch's handles: they fit only a torch of the same version, and a server has a different one.
+It does not use torch's handles: these require the same version of torch, and a server has a different one.
 The server's side is in `served/rlpipe_shared_weights.py`.
 
-Order of closing: CUDA leaves it undefined to free memory that another process still maps. A server unmaps
-memory when it is given other memory, or at its end, and a hanging server never does. So this side frees none.
-It allocates once in a process, for the largest bucket of the run (`memory_of`), and again only if a bucket
-grows. The driver may give later memory the same handle, so each has a `generation`, and servers compare it.
+In CUDA it is undefined behaviour to free memory that another process still maps. A server unmaps memory when
+it maps other memory, or at its end, but a hanging server never does. So this side never frees memory. A
+process allocates once, for the largest bucket of the run (`memory_of`), and again only if a bucket grows. The
+driver may give new memory an old handle, so each allocation has a `generation`, which servers compare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Handle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """The same as `HostMemory` on a GPU, never freed. Calls raise RuntimeError with the driver's error."""
+    """Like `HostMemory`, but on a GPU and never freed. Calls raise RuntimeError with the driver's error."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
@@ -36,14 +36,14 @@ class DeviceMemory:
     def reserve(self, size: int) -> None:
         """Make the memory at least `size` bytes large; its content is lost when it grows."""
         if len(self.bytes) < size:
-            # Memory that other processes map cannot grow, so it is left to them and replaced.
+            # Memory that other processes map cannot grow, so keep it and allocate new memory.
             self._generation = uuid.uuid4().hex
             self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             self._call("cuIpcGetMemHandle", ctypes.byref(self._handle), self._pointer)
             self.bytes = as_tensor(self._pointer.value, size, self._device)
 
     def location(self) -> dict[str, Any]:
-        """Return what `served/rlpipe_shared_weights.py` needs to map it; it waits for no write."""
+        """Return the data with which `served/rlpipe_shared_weights.py` maps it; does not wait for writes."""
         return {
             "handle": bytes(self._handle.bytes).hex(),
             "generation": self._generation,
@@ -61,7 +61,7 @@ class DeviceMemory:
 
 @functools.cache
 def memory_of(device: torch.device) -> DeviceMemory:
-    """Return the memory that this process shares on a GPU, the same at each call."""
+    """Return the memory that this process shares on a GPU; each call returns the same object."""
     return DeviceMemory(device)
 
 

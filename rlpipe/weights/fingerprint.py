@@ -1,9 +1,10 @@
 """Hashes of tensors by the algorithms of SGLang's weights checker, computed on the tensors' device.
 
 On a CPU server the hash is SHA-256 (managers/mm_utils.py, `tensor_hash`). On a GPU server it is a 64-bit mix
-(kernels/ops/memory/gpu_tensor_hash.py), by Triton if the tensors are on a GPU and by torch otherwise. A
-tensor comes as the parts that it is fused from, in order, which are read one after the other. SHA-256 needs
-no copy and hashes several tensors at once; the mix needs a copy only if a part does not end with a tile.
+(kernels/ops/memory/gpu_tensor_hash.py), computed with Triton if the tensors are on a GPU and with torch
+otherwise. A tensor is given as the parts that it is fused from, in order; they are read one after the other.
+SHA-256 needs no copy, and several tensors are hashed in parallel. The mix needs a copy only if a part does
+not end with a tile.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-Parts = Sequence[torch.Tensor]  # of one tensor, cut along its first dimension
+Parts = Sequence[torch.Tensor]  # parts of one tensor, cut along its first dimension
 
 TILE = 8192  # 32-bit words that the mix sums up before it mixes their sum
-_CHUNK = 64 * TILE  # words mixed at once on a CPU: they stay in its cache
+_CHUNK = 64 * TILE  # words mixed at once on a CPU: they fit in its cache
 _SEED = 0x243F6A88
 HALVES = (  # seed, factor of the position, rotation of the position
     (_SEED, 0x27D4EB2D, 15),
@@ -27,11 +28,11 @@ HALVES = (  # seed, factor of the position, rotation of the position
 
 
 def fingerprints(tensors: Mapping[str, Parts], *, on_gpu: bool) -> dict[str, str]:
-    """Hash each tensor as the server's device does; returns 16 hexadecimal digits by name.
+    """Hash each tensor with the hash of the server's device; return 16 hexadecimal digits by name.
 
-    Two names for the same parts cost one hash; results on a GPU are waited for once.
+    If two names have the same parts, these are hashed once. For results on a GPU the host waits once.
     """
-    # largest first, so that no thread is left with a large one at the end
+    # largest first, so that no thread has a large tensor at the end
     largest_first = sorted(tensors.values(), key=lambda parts: -sum(part.nbytes for part in parts))
     distinct = {id(parts): parts for parts in largest_first}
 
@@ -46,7 +47,7 @@ def fingerprints(tensors: Mapping[str, Parts], *, on_gpu: bool) -> dict[str, str
 
 
 def cpu_hash(parts: Parts) -> int:
-    """Compute SHA-256 of the bytes; returns its first 8 bytes as a big-endian number."""
+    """Compute SHA-256 of the bytes; return its first 8 bytes as a big-endian number."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(_bytes(part.cpu()).numpy().data)
@@ -59,21 +60,21 @@ def gpu_hash(parts: Parts) -> int:
 
 
 def mix(sums: Sequence[torch.Tensor]) -> list[str]:
-    """Return the fingerprints of tensors whose `tile_sums` add up to `sums`, each [2] int64."""
+    """Compute the fingerprints of tensors from `sums`: for each, its summed `tile_sums`, [2] int64."""
     if not sums:
         return []
     return [f"{_splitmix64((high << 32) + low):016x}" for high, low in torch.stack(list(sums)).tolist()]
 
 
 def ends_with_tiles(parts: Parts) -> bool:
-    """Return whether no tile of the mix spans two parts, so that each part can be added by itself."""
+    """Return whether every part ends with a tile of the mix, so that parts can be added separately."""
     return not any(part.nbytes % (4 * TILE) for part in parts[:-1])
 
 
 def tile_sums(parts: Parts, device: torch.device) -> torch.Tensor:
-    """Add up the mixed sums of the tiles of those parts that are not on the meta device: [2] int64.
+    """Add up the mixed sums of tiles over all parts that are not on the meta device: [2] int64.
 
-    parts: of one tensor, all of them, for which `ends_with_tiles` holds.
+    parts: all parts of one tensor; `ends_with_tiles` must be true.
     """
     num_words, first = -(-sum(part.nbytes for part in parts) // 4), 0
     sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -85,7 +86,7 @@ def tile_sums(parts: Parts, device: torch.device) -> torch.Tensor:
 
 
 def _mixes(tensors: Sequence[Parts]) -> list[int]:
-    """Compute the mix of each tensor on its device: on a CPU by all cores, not torch's threads."""
+    """Compute the mix of each tensor on its device; on a CPU with all cores instead of torch's threads."""
     on_cpu = all(part.device.type == "cpu" for parts in tensors for part in parts)
     with ThreadPoolExecutor(_cores() if on_cpu else 1) as pool:  # torch releases the interpreter's lock
         sums = list(pool.map(_sums, tensors))
@@ -97,7 +98,7 @@ def _cores() -> int:
 
 
 def _sums(parts: Parts) -> torch.Tensor:
-    """Add up the mixed sums of all tiles, both halves: [2] int64. 0 for no words at all, as in SGLang."""
+    """Add up the mixed sums of all tiles, both halves: [2] int64. Without words it is 0, as in SGLang."""
     if not ends_with_tiles(parts):
         parts = [torch.cat([_bytes(part) for part in parts])]
     return tile_sums(parts, parts[0].device)
@@ -106,7 +107,7 @@ def _sums(parts: Parts) -> torch.Tensor:
 def _add_tiles(words: torch.Tensor, first: int, num_words: int, sums: torch.Tensor) -> None:
     """Add the mixed sums of `words`, [n] int32 from position `first` of a tensor of num_words, to `sums`."""
     if words.is_cuda:
-        # imported here: triton reads TRITON_INTERPRET when it is imported, and CPU runs do not need it
+        # imported here, because triton reads TRITON_INTERPRET at its import, and CPU runs do not need triton
         from rlpipe.weights.fingerprint_kernel import add_mixed
 
         add_mixed(words, first, num_words, sums)
@@ -116,21 +117,21 @@ def _add_tiles(words: torch.Tensor, first: int, num_words: int, sums: torch.Tens
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Return bytes as int32, padded with zeros; a view where length and address are multiples of 4."""
+    """Return bytes as int32, padded with zeros; a view if length and address are multiples of 4."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     return (data.clone() if data.data_ptr() % 4 else data).view(torch.int32)
 
 
 def _mixed(words: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
-    """Compute what these tiles add to `_sums`, [2] int64. words: [n] int32 from position `start` on.
+    """Compute the contribution of some tiles to `_sums`, [2] int64. words: [n] int32 from position `start`.
 
-    Arithmetic is modulo 2^32, as int32 has it; a shift to the right needs its sign bits cleared.
+    Arithmetic is modulo 2^32, as int32 overflows; after a shift to the right the sign bits must be cleared.
     """
     position = torch.arange(start, start + len(words), device=words.device).to(torch.int32)
     halves = []
     for seed, factor, rotation in HALVES:
-        # each word is mixed with its position ...
+        # mix each word with its position ...
         mixed = (position * _signed(factor)).add_(_signed(seed))
         mixed ^= (position << rotation) | _shifted(position, 32 - rotation)
         mixed = _fmix32_(mixed.bitwise_xor_(words))
@@ -173,5 +174,5 @@ def _splitmix64(x: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as [n] uint8; copied only if it is not contiguous."""
+    """View a tensor as [n] uint8; copy it only if it is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

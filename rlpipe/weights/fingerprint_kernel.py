@@ -1,8 +1,9 @@
-"""SGLang's 64-bit mix in Triton; `fingerprint.py` has the same in torch, and imports this on first use.
+"""SGLang's 64-bit mix in Triton; `fingerprint.py` has it in torch, and imports this at its first use.
 
-One program per tile of 8192 words reads it once and adds its two mixed sums to the tensor's. Integers are
-added, so the order of the programs does not matter, and nothing is read back before all tensors are launched.
-Works under TRITON_INTERPRET=1, which must be set before triton is imported.
+There is one program for each tile of 8192 words. It reads the tile once and adds the tile's two mixed sums to
+the tensor's. The sums are integers, so the order of the programs does not matter. Results are read only after
+the kernels of all tensors are launched. Works under TRITON_INTERPRET=1, which must be set before triton is
+imported.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import triton.language as tl
 
 from rlpipe.weights.fingerprint import HALVES, TILE
 
-BLOCK = 1024  # words of a tile at once
+BLOCK = 1024  # words of a tile that are read at once
 (_SEED_HIGH, _FACTOR_HIGH, _ROTATION_HIGH), (_SEED_LOW, _FACTOR_LOW, _ROTATION_LOW) = (
     tuple(map(tl.constexpr, half)) for half in HALVES
 )
 
 
 def add_mixed(words: torch.Tensor, first: int, num_words: int, sums: torch.Tensor) -> None:
-    """Add to a tensor's sums what `words` contribute.
+    """Add the contribution of `words` to a tensor's sums.
 
-    words: [n] int32, from position `first` of the tensor, a multiple of TILE. num_words: of the full tensor.
-    sums: [2] int64 on the same device.
+    words: [n] int32, from position `first` of the tensor, a multiple of TILE. num_words: size of the full
+    tensor in words. sums: [2] int64 on the same device.
     """
     if not len(words):
         return
@@ -64,7 +65,7 @@ def mix_kernel(words, sums, count, first, num_words, TILE: tl.constexpr, BLOCK: 
     high = tl.zeros((BLOCK,), tl.uint32)
     low = tl.zeros((BLOCK,), tl.uint32)
 
-    # The tile is larger than what a program has registers for, so it is read block by block.
+    # The tile does not fit in a program's registers, so read it block by block.
     for offset in tl.static_range(0, TILE, BLOCK):
         at = start + offset + tl.arange(0, BLOCK)
         inside = at < count

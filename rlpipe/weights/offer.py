@@ -1,4 +1,4 @@
-"""Messages of trainer, workers and servers about a broadcast of weights; `transports/` move the bytes."""
+"""Messages between trainer, workers and servers on broadcasts of weights; `transports/` send the bytes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Rendezvous:
 
 @dataclass(slots=True, kw_only=True)
 class Checksums:
-    """Fingerprints of all tensors as each rank of a server must hold them, by rank (`canary.py`)."""
+    """Expected fingerprints of all tensors on each rank of a server, by rank (`canary.py`)."""
 
     ranks: list[dict[str, str]]
 
     def for_rank(self, rank: int, *, draft: bool) -> dict[str, str]:
-        """Return the checksums of one rank by tensor; draft: those of the draft among them."""
+        """Return the checksums of one rank by tensor. draft: whether to include those of the draft."""
         return {name: sum_ for name, sum_ in self.ranks[rank].items() if draft or not name.startswith(DRAFT)}
 
 
@@ -40,7 +40,8 @@ class Checksums:
 class BroadcastResult:
     """Rank 0's result of one broadcast.
 
-    num_bytes: of the weights. failure: why it broke off, or empty; the weights can still be fetched.
+    num_bytes: size of the weights. failure: why the broadcast failed, or empty; the weights can still be
+    fetched.
     """
 
     checksums: Checksums
@@ -50,7 +51,7 @@ class BroadcastResult:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A server by its id (empty: none answers), and the name of its group (empty: none).
+    """The id of a server (empty: none answers), and the name of its group (empty: none).
 
     worker: number of its rollout worker.
     """
@@ -62,12 +63,12 @@ class Member:
 
 @dataclass(slots=True, kw_only=True)
 class Offer:
-    """One update that the trainer broadcasts to all servers, as its rollout workers receive it.
+    """The announcement to rollout workers of an update that the trainer broadcasts to all servers.
 
-    members: ids of the servers in the group, in the order of their ranks. ranks: of each server.
-    buckets: names, types and shapes (on the meta device) in the order of sending.
-    result: waits for the end of the broadcast. weights: the same weights from the trainer's memory, for a
-        server that could not take part; also waits for the end, and raises RuntimeError when they are gone.
+    members: ids of the servers in the group, in the order of their ranks. ranks: number of ranks of each
+    server. buckets: names, dtypes and shapes (on the meta device) in the order of sending. result: waits for
+    the end of the broadcast. weights: gets the same weights from the trainer's memory, for a server that
+    could not join; also waits for the end, and raises RuntimeError when the weights are gone.
     """
 
     version: int
@@ -79,5 +80,5 @@ class Offer:
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]]
 
     def first_rank(self, member: str) -> int:
-        """Return the first rank of one server in the group; rank 0 is the trainer's."""
+        """Return the first rank of a server in the group; rank 0 is the trainer's."""
         return 1 + self.members.index(member) * self.ranks

@@ -1,8 +1,8 @@
-"""Weights from the trainer to rollout workers: one flat buffer, one version, target and draft together.
+"""Weights for rollout workers: one flat buffer with one version of target and draft together.
 
-Owns the payload format and its exact round trip; does not move it: a cluster passes the payload to engines (a
-Ray object-store reference, or the object itself inline). Target and draft are never sent separately, so the
-versions of a draft and its target always match.
+Owns the payload format and its exact round trip, but not the transfer: a cluster passes the payload to
+engines (a Ray object-store reference, or the object itself if inline). Target and draft are never sent
+separately, so the versions of a draft and its target always match.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 class WeightPayload:
     """Full HF-named weights of one policy version.
 
-    version: optimizer steps that made them. index: name -> (dtype, shape, first byte).
+    version: number of optimizer steps. index: name -> (dtype, shape, first byte).
     buffer: [num_bytes] uint8, shared zero-copy by the object store.
-    policy: the weights to validate, if a decoupled actor generates and a validation follows.
+    policy: the policy's weights, if a decoupled actor generates and a validation follows.
     """
 
     version: int
@@ -67,7 +67,7 @@ def unpack_weights(payload: WeightPayload) -> dict[str, torch.Tensor]:
         count = int(np.prod(shape, dtype=np.int64))
         raw = payload.buffer[start : start + count * dtype.itemsize]
 
-        # A buffer of the object store is read-only, which torch warns of.
+        # A buffer of the object store is read-only, and torch warns about that.
         if not raw.flags.writeable:
             raw = raw.copy()
         weights[name] = torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,15 +1,15 @@
-"""Rank 0's end of a broadcast in a process group; the other ranks are those of the servers.
+"""Rank 0 of a broadcast in a process group; the other ranks are the servers'.
 
     once per membership:  Root and its store  <--/init_weights_update_group-->  each rank joins
     for each bucket:      its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
 
-Rank 0 is the trainer's first rank, for all servers at once (`Offer`: nothing passes through a rollout
-worker), or a rollout worker, for the ranks of its server. Owns the group and the description of buckets, but
+Rank 0 is the trainer's first rank for all servers at once (`Offer`: no weights pass through a rollout
+worker), or a rollout worker for the ranks of its server. Owns the group and the description of buckets, but
 not sessions, versions or checks.
 
-NCCL calls return before they are done, and hang instead of raising. So each call is made on a separate thread
-and waited for until a deadline of the host. After that the communicator is aborted, the thread is abandoned,
-and rank 0 continues.
+NCCL calls return before they are done, and hang instead of raising. So each call is made on a separate
+thread, and the host waits for it until a deadline. After that the communicator is aborted, the thread is
+abandoned, and rank 0 continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.offer import Rendezvous
 
 _POLL_SECONDS = 0.0005  # between two checks of a broadcast
-_ABORT_SECONDS = 10.0  # for leaving a group
+_ABORT_SECONDS = 10.0  # limit for leaving a group
 _HOST = torch.device("cpu")
 
 
@@ -40,12 +40,12 @@ class GroupBroken(RuntimeError):
 
 
 class Group:
-    """Rank 0's end of a torch process group that is not the default one. Its calls return at once."""
+    """Rank 0 of a torch process group that is not the default group. Its calls return at once."""
 
     def __init__(
         self, host: str, *, ranks: int, timeout: float, backend: str, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Open the store. stream: on which an nccl group sends."""
+        """Open the store. stream: GPU stream on which an nccl group sends."""
         self._timeout, self._stream = timedelta(seconds=timeout), stream
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: public, and documented
             host, 0, 1 + ranks, is_master=True, timeout=self._timeout, wait_for_workers=False
@@ -63,7 +63,7 @@ class Group:
         return self._left or (self._group is not None and self._group not in c10d._world.pg_map)
 
     def join(self) -> Future[None]:
-        """Start joining; done when all ranks have joined."""
+        """Start to join; the future is done when all ranks have joined."""
         return _on_thread(self._join)
 
     def broadcast(self, flat: torch.Tensor) -> Future[None]:
@@ -71,16 +71,16 @@ class Group:
         return _on_thread(self._broadcast, flat)
 
     def leave(self) -> Future[None]:
-        """Abort calls under way and leave. A server leaves by a request, or when its process ends."""
+        """Abort running calls and leave the group. A server leaves on request, or when its process ends."""
         self._left = True
         group, self._group = self._group, None
         return _on_thread(_end, group)
 
     def _join(self) -> None:
-        """Join as rank 0, as SGLang's `init_custom_process_group` does for the others."""
+        """Join as rank 0 in the way of SGLang's `init_custom_process_group`, which the other ranks use."""
         at = self.rendezvous
 
-        # The watchdog of NCCL ends the process, so the deadline of `Root` must come first.
+        # NCCL's watchdog would end the process, so the deadline of `Root` must be earlier.
         timeout = timedelta(days=1) if at.backend == "nccl" else self._timeout
         group, _ = c10d._new_process_group_helper(
             at.size,
@@ -93,7 +93,7 @@ class Group:
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(at.size)}
 
-        # Left while the ranks were joining: nothing else would end this group.
+        # The group was left while the ranks were joining: end it here, as no other code would.
         if self._left:
             _end(group)
         else:
@@ -102,19 +102,19 @@ class Group:
     def _broadcast(self, flat: torch.Tensor) -> None:
         with on_stream(self._stream):
             work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        assert work is not None  # None is for ranks outside the group
+        assert work is not None  # it is None only for ranks outside the group
         while not (self._left or work.is_completed()):
             time.sleep(_POLL_SECONDS)
         if not self._left:
-            work.wait()  # raises the error that the broadcast ended with
+            work.wait()  # raises the error of the broadcast, if it failed
 
 
 class Root:
-    """Rank 0 of a group with `ranks` others, in the process that has the weights; its calls block.
+    """Rank 0 of a group with `ranks` other ranks, in the process that has the weights. Its calls block.
 
-    host: an address of this machine that the others reach. timeout: seconds for joining and sending, where
-    `send` has no deadline. gloo broadcasts from host memory; nccl from `device`, a GPU, which no two ranks
-    may share, on a stream other than that of a training step.
+    host: an address of this machine that the other ranks can reach. timeout: seconds for joining, and for
+    sending if `send` has no deadline. gloo broadcasts from host memory. nccl broadcasts from `device`, a GPU
+    that no two ranks may share, on a stream other than that of a training step.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class Root:
 
     @property
     def left(self) -> bool:
-        """True when the group no longer exists."""
+        """Whether the group no longer exists."""
         return self._left or self._group.ended
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
-        """Send buckets to every rank, one after the other; the first one waits for all ranks to join.
+        """Send buckets to every rank, one after the other; first wait until all ranks have joined.
 
-        deadline: of the monotonic clock, until which the ranks have all of them. Leaves the group and raises
-        GroupBroken when a rank is missing or the group no longer exists.
+        deadline: time of the monotonic clock at which the ranks must have all buckets. Leaves the group and
+        raises GroupBroken when a rank is missing or the group no longer exists.
         """
         until = time.monotonic() + self._timeout if deadline is None else deadline
         try:
@@ -157,13 +157,13 @@ class Root:
         call.result(max(0.0, until - time.monotonic()))
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bytes of a bucket, [n] uint8, where the backend sends from."""
+        """Return the bytes of a bucket, [n] uint8, in the memory that the backend sends from."""
         with on_stream(self._stream):
             moved = [t.detach().to(self._device, non_blocking=True) for _, t in _aligned(bucket)]
             return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in moved])
 
     def close(self) -> None:
-        """Leave the group and abort calls that hang; an abort that itself hangs is abandoned."""
+        """Leave the group and abort hanging calls; if the abort hangs too, it is abandoned."""
         if not self._left:
             self._left = True
             with contextlib.suppress(Exception):
@@ -171,12 +171,12 @@ class Root:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    """Queue what follows on a stream of a GPU; without one, as always."""
+    """Run the context's operations on a GPU stream; None: on the current stream."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _end(group: dist.ProcessGroup | None) -> None:
-    """Abort and destroy a group, unless a trainer in this process ended all of them when it stopped."""
+    """Abort and destroy a group, unless a trainer in this process has already ended all groups."""
     if group is not None and group in c10d._world.pg_map:
         # Not every backend can abort.
         with contextlib.suppress(RuntimeError):
@@ -192,7 +192,7 @@ def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
         try:
             function(*args)
         except BaseException as error:
-            # The frames of the traceback would keep the group alive.
+            # Drop the traceback, whose frames would keep the group in memory.
             future.set_exception(error.with_traceback(None))
         else:
             future.set_result(None)
@@ -202,7 +202,7 @@ def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
 
 
 def describe_join(group: Rendezvous, first_rank: int) -> dict[str, Any]:
-    """Return the body of `/init_weights_update_group`; the server has first_rank and the ranks after it."""
+    """Return the body of `/init_weights_update_group` for a server with first_rank and the ranks after it."""
     return {
         "master_address": group.host,
         "master_port": group.port,
@@ -214,7 +214,7 @@ def describe_join(group: Rendezvous, first_rank: int) -> dict[str, Any]:
 
 
 def describe_bucket(bucket: Bucket, group: str) -> dict[str, Any]:
-    """Return the description for a server of a bucket that `Root.send` broadcasts.
+    """Describe, for a server, a bucket that `Root.send` broadcasts.
 
     bucket: its tensors may be on the meta device.
     """
@@ -229,5 +229,5 @@ def describe_bucket(bucket: Bucket, group: str) -> dict[str, Any]:
 
 
 def _aligned(bucket: Bucket) -> Bucket:
-    """Order a bucket by size of type, largest first: SGLang needs each tensor aligned to its type."""
+    """Order a bucket by item size, largest first, as SGLang needs each tensor aligned to its dtype."""
     return sorted(bucket, key=lambda pair: -pair[1].itemsize)

@@ -1,4 +1,4 @@
-"""Protocols of the trainers, engines and servers between which weights travel.
+"""Protocols of the trainers, engines and servers that exchange weights.
 
 Imports none of their implementations: `rollout` and `trainer` are layers above `weights`.
 """
@@ -28,14 +28,14 @@ class ReceivesWeights(Protocol):
 
 @runtime_checkable
 class ReceivesBroadcasts(ReceivesWeights, Protocol):
-    """An engine whose server can also be a member of the group to which the trainer broadcasts."""
+    """An engine whose server can also join the group to which the trainer broadcasts."""
 
     def membership(self) -> Member:
-        """Return the server, if it answers now, and its group."""
+        """Return the server and its group, if the server answers now."""
         ...
 
     def receive_weights(self, offer: Offer) -> None:
-        """Replace weights as `update_weights` does, by a broadcast of the trainer to all servers."""
+        """Replace weights like `update_weights`, but from the trainer's broadcast to all servers."""
         ...
 
 
@@ -65,7 +65,7 @@ class ExportsDraft(Protocol):
 
 
 class ServerError(RuntimeError):
-    """The server answered with an error, or with something unexpected."""
+    """The server answered with an error or with unexpected content."""
 
 
 class ServerUnreachable(ServerError):
@@ -73,10 +73,10 @@ class ServerUnreachable(ServerError):
 
 
 class Server(Protocol):
-    """HTTP to one server: JSON in and out."""
+    """HTTP client of one server, with JSON bodies and answers."""
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request that changes nothing; repeated while the server is unreachable."""
+        """Send a request that changes nothing; it is repeated while the server is unreachable."""
         ...
 
     async def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:

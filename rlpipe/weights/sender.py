@@ -1,14 +1,14 @@
-"""The trainer's side of a broadcast to servers: a version is copied, and sent while the next step trains.
+"""The trainer's side of broadcasts to servers: copies a version, and sends it while the next step trains.
 
     copy:  trainer.weight_buckets, draft --> host memory (`HostCopy`)
                                  \\--> checksums for the canary, computed on the bucket's device
     send:  host memory --> BroadcastRoot.send --> every rank of every server
 
-Every trainer rank has a sender, because all of them gather. A root is a sender that has the weights and owns
-a group of servers. Rank 0 is the root of all servers; if ranks and servers share GPUs, each rank is the root
-of its GPU's server. `send` is called on a different thread from `copy`, and a version is sent before the next
-one is copied. A server that was lost gets the copy from `newest`. The rollout workers make the requests to
-the servers (`weights.sync`).
+Every trainer rank has a sender, because all ranks take part in gathering. A root is a sender that has the
+weights and owns a group of servers. Rank 0 is the root of all servers; if ranks and servers share GPUs, each
+rank is the root of its GPU's server. `send` and `copy` are called on different threads, and a version is sent
+before the next one is copied. A replacement for a lost server gets the copy from `newest`. The rollout
+workers send the requests to the servers (`weights.sync`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from rlpipe.weights.transports.base import Audience, BroadcastRoot
 
 
 class WeightSender:
-    """Broadcasts the trainer's weights to servers, in the dtype of the rollout side.
+    """Broadcasts the trainer's weights to servers, in the servers' dtype.
 
-    config: of the rollout side. trainer: this rank. on_gpu: whether the servers are on GPUs. drafter: drafter
-    of the servers. draft: on rank 0, the trainer of a separate draft, whose weights are sent first.
-    root: whether this rank has servers. everywhere: whether every rank has.
+    config: settings of the rollout. trainer: the trainer's object on this rank. on_gpu: whether the servers
+    are on GPUs. drafter: drafter of the servers. draft: on rank 0, the trainer of a separate draft; the
+    draft's weights are sent first. root: whether this rank has servers. everywhere: whether every rank has
+    servers.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class WeightSender:
         self._on_gpu = on_gpu
         self._is_root, self._everywhere = root, everywhere
         self._root: BroadcastRoot | None = None
-        self._plan: Sequence[Bucket] = ()  # of a root: the buckets of every version, on the meta device
+        self._plan: Sequence[Bucket] = ()  # on a root: the buckets of every version, on the meta device
         self._copy = HostCopy((), trainer.device)
         self._checksums = Checksums(ranks=[])  # of the copied version
         self._version: int | None = None  # the version whose copy is complete
-        self._reading = threading.Lock()  # the copy is packed on another thread than it is written
+        self._reading = threading.Lock()  # the copy is written on one thread and packed on another
 
     def copy(self, version: int) -> None:
-        """Copy the trainer's weights; collective over its ranks, which may train again when it is done."""
+        """Copy the trainer's weights; collective over its ranks, which may continue training afterwards."""
         draft = list(self._draft_buckets())
         if self._is_root and not self._plan:
             plan = self._served(self._trainer.bucket_plan(self._megabytes, self._dtype))
@@ -98,9 +99,10 @@ class WeightSender:
         self._checksums, self._version = checksums.result(), version
 
     def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
-        """Open a new group with so many servers; returns it, and the buckets of the version copied (on meta).
+        """Open a new group with `servers` servers; return it, and the copied buckets on the meta device.
 
-        host: how the servers reach this machine. All join when the first version is sent.
+        host: address at which the servers reach this machine. All servers join when the first version is
+        sent.
         """
         self.close()
         sglang = self._config.sglang
@@ -117,10 +119,9 @@ class WeightSender:
         return root.rendezvous, list(self._plan)
 
     def send(self, version: int) -> BroadcastResult:
-        """Broadcast the copy; if a bucket does not arrive, those after it are not sent.
+        """Broadcast the copy; if a bucket does not arrive, the buckets after it are not sent.
 
-        Servers have `update_timeout` seconds for all buckets, so one that hangs does not delay the others for
-        longer.
+        Servers have `update_timeout` seconds for all buckets, which limits the delay by a hanging server.
         """
         assert self._version == version, f"version {self._version} was copied, and {version} is to be sent"
         deadline = time.monotonic() + self._config.sglang.update_timeout
@@ -139,7 +140,7 @@ class WeightSender:
         return BroadcastResult(checksums=self._checksums, num_bytes=num_bytes, failure=failure)
 
     def newest(self, version: int) -> WeightPayload:
-        """Return the weights last copied. Raises RuntimeError when they have another version."""
+        """Return the weights that were copied last. Raises RuntimeError when they have another version."""
         with self._reading:
             if self._version != version:
                 held = "none" if self._version is None else self._version
@@ -168,7 +169,7 @@ class WeightSender:
         yield from buckets(served, self._megabytes)
 
     def _served(self, exported: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yield the buckets without the MTP layer where another draft is served."""
+        """Yield the buckets, without the MTP layer if the servers use another draft."""
         for bucket in exported:
             if self._drafter not in (None, Drafter.MTP):
                 bucket = [pair for pair in bucket if is_served(pair[0], self._drafter)]

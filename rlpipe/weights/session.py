@@ -3,12 +3,13 @@
     begin -> buckets of target and draft, the version on the last -> end
 
 Owns the names, buckets and checkpoints of a model and its draft, and the requests that open and close a
-session. How a bucket reaches the server is the transport's part (`transports/`). `sync.py` chooses the
-transport and checks that the weights arrived.
+session. The transport (`transports/`) brings a bucket to the server. `sync.py` chooses the transport and
+checks that the weights arrived.
 
-An MTP layer is part of its target's checkpoint, and each model of the server picks the weights that it uses.
-A draft with a separate checkpoint may use the same names for other tensors, so each bucket is for one of
-the two. A draft that is not trained is not sent; the server is checked to hold the one it was started with.
+An MTP layer is part of its target's checkpoint, and each model of the server selects the weights that it
+uses. A draft with a separate checkpoint may use the target's names for other tensors, so each bucket is for
+only one of the two. A draft that is not trained is not sent; the check then expects the draft of the server's
+start.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from rlpipe.weights.shared_memory import LOADER
 
 
 class WeightSession:
-    """The model and the draft that one server holds, and the requests that bring new weights to it.
+    """The model and the draft on one server, and the requests that update their weights.
 
-    spec: names the draft. folder: where checkpoints for the server are written.
+    spec: names the draft. folder: folder for checkpoints that the server reads.
     """
 
     def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: Path, *, folder: Path) -> None:
@@ -55,21 +56,21 @@ class WeightSession:
 
     @contextlib.asynccontextmanager
     async def open(self, client: Server) -> AsyncIterator[None]:
-        """Open an update session, and close it also when it fails, so that another can be opened."""
+        """Open an update session, and close it even after a failure, so that another can be opened."""
         timeout = self.config.sglang.health_timeout
         await client.post("/begin_weight_update", {"selector": "all"}, timeout)
 
         try:
             yield
         except BaseException:
-            with contextlib.suppress(ServerError):  # the first failure is the one to report
+            with contextlib.suppress(ServerError):  # report only the first failure
                 await client.post("/end_weight_update", {}, timeout)
             raise
 
         await client.post("/end_weight_update", {}, timeout)
 
     def buckets(self, weights: Mapping[str, torch.Tensor]) -> list[Bucket]:
-        """Split `weights` into buckets in the order of sending: those of a separate draft come first."""
+        """Split `weights` into buckets in the order of sending; a separate draft's buckets come first."""
         megabytes = self.config.sglang.bucket_mb
         if self.draft_path is None:
             return list(buckets(weights, megabytes))
@@ -81,10 +82,10 @@ class WeightSession:
     def requests(
         self, sent: Sequence[Bucket], *, version: int, flush: bool
     ) -> Iterator[tuple[Bucket, dict[str, Any]]]:
-        """Yield each bucket under the names of its model, and the request body that all transports share.
+        """Yield each bucket under the names of its model, with the request body that all transports share.
 
-        The last body completes the update: it carries the version. flush: it also drops all cached keys and
-        values.
+        The last body completes the update: it contains the version. flush: whether it also drops all cached
+        keys and values.
         """
         for number, bucket in enumerate(sent, 1):
             selector, last = "all", number == len(sent)
@@ -92,7 +93,7 @@ class WeightSession:
                 selector = "draft" if bucket[0][0].startswith(self.draft_prefix) else "target"
                 bucket = [(name.removeprefix(self.draft_prefix), tensor) for name, tensor in bucket]
 
-            # Some families have other names in a checkpoint than here.
+            # In checkpoints of some families the names differ from rlpipe's.
             bucket = [(stored_name(name, self.hf_config), tensor) for name, tensor in bucket]
             body = {
                 "selector": selector,
@@ -106,8 +107,8 @@ class WeightSession:
     ) -> None:
         """Load a bucket on every rank of the server from memory that it maps.
 
-        descriptions: where the memory and the tensors in it are (`encode_layout`), for each rank, or one for
-        all of them.
+        descriptions: locations of the memory and of the tensors in it (`encode_layout`), one for each rank,
+        or one for all ranks.
         """
         body["load_format"] = LOADER
         serialized = [serialize([("bucket", description)]) for description in descriptions]
@@ -115,7 +116,7 @@ class WeightSession:
         await client.post("/update_weights_from_tensor", body, self.timeout)
 
     def delta(self, held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Delta | None:
-        """Compute the delta from the weights that the server holds; None if a full update is better."""
+        """Compute the delta to the server's weights; None if a full update is better."""
         if held.keys() != new.keys():
             return None
         options: Any = {"drafter": self.drafter}
@@ -131,7 +132,7 @@ class WeightSession:
         target, draft = self._split(weights)
         write_checkpoint(folder, target, like=self.model_path)
         if draft:
-            # An update may have only a part of the draft; the other weights are those of the start.
+            # An update may have only a part of the draft; take the other weights from the draft at the start.
             trained = {name.removeprefix(self.draft_prefix): tensor for name, tensor in draft.items()}
             start = read_weights(self.draft_path)
             write_checkpoint(folder / "draft", start | trained, like=self.draft_path)
@@ -144,7 +145,7 @@ class WeightSession:
     def _split(
         self, weights: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Separate the weights of the target, an MTP layer among them, from those of a separate draft."""
+        """Separate the target's weights, including an MTP layer, from those of a separate draft."""
         if self.draft_path is None:
             return dict(weights), {}
         draft = {name: tensor for name, tensor in weights.items() if name.startswith(self.draft_prefix)}

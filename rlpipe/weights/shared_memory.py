@@ -4,7 +4,7 @@
     server:                 | map and load bucket 1 | map and load bucket 2 | ...
 
 The memory has no name (memfd): the server opens it as a file of the worker's process. So nothing is left in
-/dev/shm however either process ends, and the size of /dev/shm, 64 MB in many containers, is not a limit. Both
+/dev/shm, however the processes end, and the size of /dev/shm, 64 MB in many containers, is not a limit. Both
 sides keep the memory from one update to the next, because first writes to new memory take four times as long.
 The layout of a bucket is JSON, which `served/rlpipe_shared_weights.py` reads inside the server.
 """
@@ -23,15 +23,15 @@ import torch
 from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.deltas import Delta
 
-SERVED = Path(__file__).with_name("served")  # a server must have it on its path of modules
+SERVED = Path(__file__).with_name("served")  # a server must have this folder on its module path
 LOADER = "rlpipe_shared_weights.load"
-PENDING = "hashes are being computed"  # a server's answer to a check, until its threads are done
-CHECK = "rlpipe-check-"  # begins the id by which the same check is requested again
+PENDING = "hashes are being computed"  # a server's answer to a check until its threads are done
+CHECK = "rlpipe-check-"  # prefix of the id with which the same check is requested again
 _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Bytes without a name that another process of this host maps; `reserve` before the first use.
+    """Unnamed memory that another process on this host maps. Call `reserve` before the first use.
 
     bytes: [size] uint8.
     """
@@ -48,20 +48,20 @@ class HostMemory:
             self.bytes = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
     def location(self) -> dict[str, Any]:
-        """Return what `served/rlpipe_shared_weights.py` needs to map it."""
+        """Return the data with which `served/rlpipe_shared_weights.py` maps it."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
 
     def close(self) -> None:
-        """Free it; mapped pages are freed with the last mapping, in either process."""
+        """Free the memory; mapped pages are freed with the last mapping, in either process."""
         os.close(self._file)
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class SharedBuckets:
-    """Two blocks of memory, used in turn, each as large as the largest bucket so far; a context manager.
+    """A context manager for two blocks of memory that are used alternately, as large as the largest bucket.
 
-    dtype: in which floating-point weights are written. float32: endings of the names of those that are
-    written in float32.
+    dtype: dtype in which floating-point weights are written. float32: suffixes of the names of weights that
+    are written in float32 instead.
     """
 
     def __init__(self, dtype: torch.dtype, float32: tuple[str, ...] = ()) -> None:
@@ -77,16 +77,16 @@ class SharedBuckets:
 
     def close(self) -> None:
         """Free the memory."""
-        # When the server failed, another thread may still be writing a bucket.
+        # After a failure of the server, another thread may still be writing a bucket.
         with self._writing:
             for memory in self._memory:
                 memory.close()
             self._memory.clear()
 
     def write(self, bucket: Bucket) -> torch.Tensor:
-        """Write a bucket over the second last one; returns its encoded layout, which the server needs.
+        """Write a bucket over the second last one; return its encoded layout for the server.
 
-        Raises RuntimeError once the memory is freed.
+        Raises RuntimeError if the memory is already freed.
         """
         with self._writing:
             if not self._memory:
@@ -102,21 +102,21 @@ class SharedBuckets:
 
 
 class ElementMemory:
-    """Memory for a delta, kept from one to the next and as large as the largest so far."""
+    """Memory for a delta, reused for later deltas and as large as the largest so far."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
         self._layouts: list[dict[str, dict[str, Any]]] = []
 
     def write(self, delta: Delta) -> None:
-        """Write the elements of all ranks and roles over those of the previous delta."""
+        """Write the elements of all ranks and roles, overwriting the previous delta."""
         elements = [e for rank in delta.ranks for of_role in rank.values() for e in of_role]
         bucket = [(e.name, tensor) for e in elements for tensor in (e.positions, e.values)]
         layout = layout_of(bucket)
         self._memory.reserve(max(1, layout["bytes"]))
         write_bucket(self._memory.bytes, bucket, layout)
 
-        # Two entries for each tensor, and how many elements it has in all.
+        # Each tensor has two entries, and the number of all its elements.
         entries = iter(layout["tensors"])
         self._layouts = [
             {
@@ -131,21 +131,21 @@ class ElementMemory:
         ]
 
     def descriptions(self, role: str) -> list[torch.Tensor]:
-        """Return for each rank the encoded layout of its writes to its target or its draft."""
+        """Return, for each rank, the encoded layout of the elements for `role` (target or draft)."""
         return [encode_layout(self._memory.location() | layouts[role]) for layouts in self._layouts]
 
     def close(self) -> None:
-        """Free it."""
+        """Free the memory."""
         self._memory.close()
 
 
 def layout_of(
     bucket: Bucket, dtype: torch.dtype | None = None, float32: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Compute the layout of a bucket, tensor after tensor; returns offsets, types, shapes and the total size.
+    """Compute the layout of a bucket, tensor after tensor: offsets, dtypes, shapes and the total size.
 
-    bucket: its tensors may be on the meta device. dtype, float32: as for `SharedBuckets`; without dtype each
-    tensor keeps its type.
+    bucket: its tensors may be on the meta device. dtype, float32: see `SharedBuckets`; without dtype each
+    tensor keeps its own.
     """
     tensors: list[dict[str, Any]] = []
     size = 0
@@ -168,14 +168,14 @@ def write_bucket(memory: torch.Tensor, bucket: Bucket, layout: Mapping[str, Any]
 
 
 def encode_layout(layout: Mapping[str, Any]) -> torch.Tensor:
-    """Encode a layout as JSON in [n] uint8: the server's unpickler accepts tensors only."""
+    """Encode a layout as JSON in [n] uint8, because the server's unpickler accepts only tensors."""
     return torch.frombuffer(bytearray(json.dumps(layout).encode()), dtype=torch.uint8)
 
 
 def _copy(tensor: torch.Tensor, destination: torch.Tensor) -> None:
-    """Write a tensor over another of its shape: by one thread if no conversion is needed.
+    """Copy a tensor to another of the same shape, with one thread if no conversion is needed.
 
-    Torch's threads wait for one another, and the other cores hash meanwhile.
+    With several threads, torch's threads would wait for one another, as the other cores hash meanwhile.
     """
     on_host = tensor.device.type == destination.device.type == "cpu"
     if on_host and tensor.dtype is destination.dtype and tensor.is_contiguous():

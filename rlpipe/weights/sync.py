@@ -1,8 +1,8 @@
-"""New weights into a server by the transport of the settings, and the proof that they arrived.
+"""Brings new weights to a server with the configured transport, and checks that they arrived.
 
-`send` brings weights of this process to the server. With `receive` the server takes the weights that the
+`send` sends weights of this process to the server. `receive` makes the server load the weights that the
 trainer broadcasts to all servers. `check` compares fingerprints. Sessions and buckets are in `session.py`,
-the ways of sending in `transports/`. The engine pauses the server and reacts to a failed check.
+transports in `transports/`. The engine pauses the server and reacts to a failed check.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _POLL_SECONDS = 0.05  # between two requests for fingerprints that a server stil
 
 
 class WeightSync:
-    """Weights of one model and its draft, sent to one server and checked there.
+    """Sends weights of a model and its draft to one server, and checks them there.
 
-    spec: names the draft. on_gpu: whether the server hashes them on a GPU. folder: for checkpoints that the
-    server reads.
+    spec: names the draft. on_gpu: whether the server hashes weights on a GPU. folder: folder for checkpoints
+    that the server reads.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class WeightSync:
         self.session = WeightSession(config, spec, model_path, folder=folder)
         self.on_gpu = on_gpu
         self._config = config
-        self._transports: dict[type[Transport], Transport] = {}  # made at the first use
+        self._transports: dict[type[Transport], Transport] = {}  # created at the first use
         self._tied = bool(self.session.hf_config.get("tie_word_embeddings"))
         self._shapes = weight_shapes(model_path)
         self._draft_shapes: dict[str, tuple[int, ...]] = {}
@@ -51,14 +51,14 @@ class WeightSync:
             shapes = weight_shapes(self.session.draft_path, "spec.draft_path")
             prefix = self.session.draft_prefix
             self._draft_shapes = {prefix + name: shape for name, shape in shapes.items()}
-        self._initial_draft: Checksums | None = None  # of a separate draft, as the server was started
-        self._padded_channels = 0  # of each expert on the server; 0 where the server does not pad
+        self._initial_draft: Checksums | None = None  # checksums of a separate draft at the server's start
+        self._padded_channels = 0  # channels of each expert on the server; 0 if the server does not pad
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
-        """Refuse weights of another model before the server is touched; they may be on the meta device.
+        """Refuse weights of another model before any request to the server; they may be on the meta device.
 
-        draft: whether an MTP layer is served, which must then be among them. A separate draft must be present
-        in full or not at all. Raises ValueError.
+        draft: whether an MTP layer is served; then the weights must include it. A separate draft must be
+        complete or absent. Raises ValueError.
         """
         expected = self._shapes
         if any(name.startswith(self.session.draft_prefix) for name in weights):
@@ -84,7 +84,7 @@ class WeightSync:
 
     @property
     def transport(self) -> Transport:
-        """The way of sending that `rollout.sglang.weight_transfer` names now."""
+        """The transport that `rollout.sglang.weight_transfer` currently names."""
         kind = TRANSPORTS[self._config.sglang.weight_transfer]
         if kind not in self._transports:
             self._transports[kind] = kind(self.session)
@@ -95,7 +95,7 @@ class WeightSync:
         await self.transport.send(client, update)
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Load on the server the weights that the trainer broadcasts; see `Transport.receive`."""
+        """Make the server load the weights that the trainer broadcasts; see `Transport.receive`."""
         return await self.transport.receive(client, offer, member, flush=flush)
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ class WeightSync:
             transport.close()
 
     async def checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
-        """Compute the checksums that `check` expects of a server that holds `weights`; needs no server."""
+        """Compute the checksums that `check` expects of a server with `weights`, without a request to it."""
         return await asyncio.to_thread(self._checksums, weights)
 
     def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
-        """Return the hashes that a server should have after an update."""
+        """Compute the hashes that a server should have after an update."""
         return Checksums(
             ranks=canary.rank_fingerprints(
                 weights,
@@ -126,7 +126,7 @@ class WeightSync:
         return self._padded_channels > 0
 
     def _expected_parts(self, rank: int) -> dict[str, canary.Parts]:
-        """Return the tensors that a rank of the server should keep, on the meta device."""
+        """Return the tensors that a rank of the server should have, on the meta device."""
         shapes = (self._shapes | self._draft_shapes).items()
         weights = {name: torch.empty(shape, device="meta") for name, shape in shapes}
         return canary.rank_parts(
@@ -147,8 +147,9 @@ class WeightSync:
     ) -> CanaryReport:
         """Compare the fingerprints of every rank with those expected of it.
 
-        expecting: may still be computed while the server hashes. draft: whether the server drafts.
-        again: computes them once more, if the server turns out to pad experts.
+        expecting: the expected checksums, which may still be computed while the server hashes. draft: whether
+        the server has a draft. again: computes the expected checksums again, if the server turns out to pad
+        experts.
         """
         if draft and self.session.draft_path is not None and self._initial_draft is None:
             self._initial_draft = await asyncio.to_thread(self._draft_checksums, self.session.draft_path)
@@ -159,7 +160,7 @@ class WeightSync:
         for served in answer.get("ranks") or []:
             rank = served["parallelism_info"][0]["tp_rank"]
 
-            # Updates may leave a separate draft out; then it must still be that of the start.
+            # If updates omit a separate draft, the server must still have the draft of its start.
             wanted = expected.for_rank(rank, draft=draft)
             if draft and self._initial_draft is not None:
                 wanted = self._initial_draft.ranks[rank] | wanted
@@ -171,7 +172,7 @@ class WeightSync:
             report.draft += differing.draft
             report.reasons |= differing.reasons
 
-        # A server that pads experts shows how many channels it keeps: compare once more with as many.
+        # If the server pads experts, its shapes show the number of channels: compare again with this number.
         channels = canary.padded_channels(other_shapes, self._config.sglang.tp)
         if again is not None and channels:
             self._padded_channels = channels
@@ -182,8 +183,8 @@ class WeightSync:
         return report
 
     async def _served_checksums(self, client: Server) -> dict[str, Any]:
-        """Request the server's fingerprints until all are computed: it serves while it hashes."""
-        # SGLang has no field for an id; a name to skip that no tensor has changes nothing.
+        """Request the server's fingerprints until all are computed; the server decodes while it hashes."""
+        # SGLang has no field for an id, so send it as a name to skip that no tensor has.
         skipped = [CHECK + uuid.uuid4().hex]
         body = {"action": "checksum", "selector": "all", "skip_tensor_list": skipped}
         while True:

@@ -25,7 +25,7 @@ from rlpipe.weights.protocols import ServerError, ServerUnreachable
 
 _ID = re.compile(rb'"id":\s*"([0-9a-f]+)"')
 _GROWING = re.compile(rb'"finish_reason":\s*null')
-_COLUMNS = ("rid", "input_ids", "sampling_params")  # one entry a request in a POST of several
+_COLUMNS = ("rid", "input_ids", "sampling_params")  # lists by request in a joint POST
 
 
 @dataclass(slots=True, eq=False)

@@ -88,7 +88,7 @@ class SglangClient:
             yield event
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the complete answer of one generation, which may share its request (`batches`)."""
+        """Return the complete answer of one generation, which may share a POST with others (`batches`)."""
         self._require_open(_GENERATE)
         return await self._batches.answer(body)
 

@@ -184,7 +184,7 @@ class Replica:
         self._gate.clear()
 
     async def restart(self) -> float:
-        """Replace a healthy server; its running requests break off. Returns seconds; raises as `recover`."""
+        """Replace a healthy server, return seconds; running requests fail. Raises the errors of `recover`."""
         async with self._lock:
             self._gate.clear()
             return await self._replace()

@@ -23,7 +23,7 @@ from rlpipe.rollout import shared_entries
 
 _LOG_LINES = 12
 _LOWEST_PORT = 20000  # lowest port to choose
-_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last of outgoing connections
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # range of outgoing ports
 
 
 def pick_port(host: str, port: int) -> int:
@@ -112,7 +112,7 @@ class ServerProcess:
         SIGTERM would not be cleaner: SGLang's schedulers end at once, and their parent treats this as a crash
         and sleeps five seconds to diagnose it.
         """
-        entries = self._entries or shared_entries.note(self.pid)  # read now if it was still starting
+        entries = self._entries or shared_entries.note(self.pid)  # if it was still starting, read now
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)

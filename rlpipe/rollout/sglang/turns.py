@@ -148,7 +148,7 @@ class Turns:
         return aborted
 
     async def abort_running(self, client: SglangClient) -> None:
-        """End all requests on the server with what they have; those that wait for a server keep waiting."""
+        """End all requests on the server with their tokens so far, but not those that wait for a server."""
         await client.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def wait_until_idle(self, timeout: float = 10.0) -> None:
@@ -165,7 +165,7 @@ class Turns:
         return stats
 
     def _continues(self, request: GenerateRequest, result: GenerateResult) -> bool:
-        """Return whether the server stopped at another token than requested, and more tokens are allowed."""
+        """Return whether the server stopped at an unrequested token and more tokens are allowed."""
         stops = request.sampling.stop_token_ids
         if result.finish_reason is not FinishReason.STOP or result.output_ids[-1] in stops:
             return False

@@ -166,14 +166,14 @@ class Updates:
                 await client.post(*CONTINUE)
 
     async def _held(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that the server holds, where that is known and this worker has them."""
+        """Return the server's weights if they are known and available to this worker, else None."""
         loaded = self._replica.loaded
         if self._replica.server_id == self._unsure:
             return None
         possible = self._deltas and self._sync.transport.sends_deltas and not self._sync.pads
         if not possible or loaded.weights is None:
             return None
-        with contextlib.suppress(RuntimeError):  # of a broadcast, and no process has them any more
+        with contextlib.suppress(RuntimeError):  # no process has a broadcast's weights any more
             return await loaded.weights()
         return None
 

@@ -1,9 +1,9 @@
-"""Inside an SGLang server: loads weights from memory that another process writes and both map.
+"""Runs inside an SGLang server: loads weights from memory that it shares with the process that writes it.
 
-Memory of the host (`rlpipe/weights/shared_memory.py`) or of the GPU (`rlpipe/weights/device_memory.py`). It
-holds full tensors, or elements of this rank's own tensors (`rlpipe/weights/deltas.py`). From the first bucket
-on, the check of a server on a CPU hashes in threads while requests are served, and is asked for until they
-are done. Imports nothing of rlpipe, which the server's environment does not have.
+It is host memory (`rlpipe/weights/shared_memory.py`) or GPU memory (`rlpipe/weights/device_memory.py`), with
+full tensors, or with elements of this rank's tensors (`rlpipe/weights/deltas.py`). After the first bucket, a
+check on a CPU server hashes in threads while requests are served; the check is requested again until the
+threads are done. This module does not import rlpipe, which the server's environment does not have.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-PENDING = "hashes are being computed"  # instead of a tensor's name: repeat the request
-CHECK = "rlpipe-check-"  # begins the id of a check
+PENDING = "hashes are being computed"  # sent instead of a tensor's name: repeat the request
+CHECK = "rlpipe-check-"  # prefix of the id of a check
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Hashes = dict[tuple[Any, ...], Future[str]]
 _hashing: dict[int, tuple[str, _Hashes]] = {}  # the last check of each checker, by its `id`
@@ -30,7 +30,7 @@ _on_gpu: dict[tuple[str, str], torch.Tensor] = {}  # the last mapping of GPU mem
 
 
 def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a bucket, as views of the mapped memory; copy before the next bucket.
+    """Yield names and tensors of a bucket, as views of the mapped memory; copy them before the next bucket.
 
     description: the return value of `SharedBuckets.write`.
     """
@@ -50,7 +50,7 @@ def _map(path: str, size: int) -> torch.Tensor:
     if len(memory) < size:
         memory = torch.from_file(path, shared=True, size=file.st_size, dtype=torch.uint8)
 
-    # Two blocks are read in turn; older ones are closed.
+    # Two blocks are read alternately; unmap older ones.
     for other in list(_mapped)[:-1]:
         del _mapped[other]
     _mapped[inode] = memory
@@ -64,7 +64,7 @@ class _Handle(ctypes.Structure):
 
 
 def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
-    """Map the GPU memory with the handle of `layout`. Raises RuntimeError if it is another GPU's."""
+    """Map the GPU memory with the handle in `layout`. Raises RuntimeError if it is on another GPU."""
     key = layout["handle"], layout["generation"]
     if (memory := _on_gpu.get(key)) is None:
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -74,7 +74,7 @@ def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
                 "rollout.sglang.weight_transfer=auto."
             )
 
-        # Other memory may have the same handle, which cannot be mapped twice at a time.
+        # New memory may have an old handle, and a handle cannot be mapped twice at the same time.
         while _on_gpu:
             _, closed = _on_gpu.popitem()
             _driver("cuIpcCloseMemHandle", ctypes.c_uint64(closed.data_ptr()))
@@ -94,18 +94,18 @@ def _map_gpu(layout: dict[str, Any]) -> torch.Tensor:
 
 
 def _driver(function: str, *arguments: Any) -> None:
-    """Call CUDA's driver in torch's context."""
+    """Call a function of CUDA's driver in torch's context."""
     torch.cuda.synchronize()
     if code := getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments):
         raise RuntimeError(f"{function}: CUDA driver error {code}")
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load a bucket: SGLang's `--custom-weight-loader`, called for each model that the bucket is for."""
+    """Load a bucket. SGLang's `--custom-weight-loader` calls this for each model that the bucket is for."""
     _hash_in_threads()
     threads = torch.get_num_threads()
 
-    # The other cores hash: the threads of a copy would wait for one another.
+    # Copy with one thread: the other cores hash, and several threads would wait for one another.
     torch.set_num_threads(1)
     try:
         for _, description in named_tensors:
@@ -115,7 +115,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             else:
                 write_elements(model, tensors(description), sizes)
 
-        # The memory is written over as soon as this request is answered.
+        # Wait for copies, as the memory is overwritten as soon as this request is answered.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
     finally:
@@ -125,8 +125,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes: Sequence[int]) -> None:
     """Write elements to their positions: of each tensor positions [k] int32, ascending, and values [k].
 
-    sizes: how many elements each tensor must have. A tensor that does not match is skipped, because an
-    exception would end the server; the check then finds it.
+    sizes: number of elements that each tensor must have. A tensor with another size is skipped, because an
+    exception would end the server; the check then reports it.
     """
     state = dict(chain(model.named_parameters(), model.named_buffers()))
     for (name, positions), (_, values), size in zip(pairs, pairs, sizes, strict=True):
@@ -142,14 +142,14 @@ def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes:
 
 @functools.cache
 def _hash_in_threads() -> None:
-    """Make SGLang's checker hash weights on a CPU in threads from now on, in place and with the same results.
+    """Make SGLang's checker hash weights on a CPU in threads, in place and with the same results.
 
-    A check may carry an id, in its list of names to skip, as a name that no tensor has. It is then answered
-    with `PENDING` until all hashes are there, and the scheduler serves requests meanwhile. Hashes are stored
-    for further requests with the same id: target and draft, on every rank, finish at different times.
+    A check may have an id: a name in its list of names to skip that no tensor has. Then the answer is
+    `PENDING` until all hashes are computed, and the scheduler serves requests meanwhile. Hashes are stored
+    for further requests with the same id, because target and draft on all ranks finish at different times.
     """
     checker: Any = sys.modules.get("sglang.srt.utils.weight_checker")
-    if checker is None:  # no server
+    if checker is None:  # not in a server
         return
     compute, hash_one = checker.WeightChecker._compute_checksum, checker._hash_tensor
     pool = ThreadPoolExecutor(torch.get_num_threads())  # hashlib releases the interpreter's lock
@@ -162,7 +162,7 @@ def _hash_in_threads() -> None:
         before, hashes = _hashing.get(id(self), ("", {}))
         if not check or check != before:
             state = [tensor.data for _, tensor in self._model_state() if tensor.device.type == "cpu"]
-            # The largest ones start first, so that no thread ends long after the others.
+            # Start with the largest, so that no thread ends long after the others.
             largest_first = {identity(t): t for t in sorted(state, key=lambda t: -t.nbytes)}
             hashes = {key: pool.submit(hash_one, t) for key, t in largest_first.items()}
             _hashing[id(self)] = check, hashes

@@ -1,4 +1,4 @@
-"""The ways for weights to reach a server, by `rollout.sglang.weight_transfer`: one file and one row each."""
+"""Transports of weights to a server, by `rollout.sglang.weight_transfer`; each has one file and one row."""
 
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.weights.transports.base import Transport
@@ -8,7 +8,7 @@ from rlpipe.weights.transports.ipc import IpcTransport
 from rlpipe.weights.transports.shared import SharedMemoryTransport
 
 TRANSPORTS: dict[WeightTransfer, type[Transport]] = {
-    WeightTransfer.AUTO: SharedMemoryTransport,  # for an engine outside a run; a run decides at its launch
+    WeightTransfer.AUTO: SharedMemoryTransport,  # for an engine outside a run; a run chooses at its launch
     WeightTransfer.SHARED: SharedMemoryTransport,
     WeightTransfer.COLLECTIVE: BroadcastTransport,
     WeightTransfer.IPC: IpcTransport,

@@ -1,8 +1,8 @@
-"""The interface of a transport: one way for new weights to reach the server of a rollout worker.
+"""The interface of a transport, which brings new weights to the server of a rollout worker.
 
-A worker sends weights of its process (`send`). Where the trainer broadcasts to all servers at once
-(`WeightTransfer.is_broadcast`), the trainer opens the group (`open_root`) and each worker has its server
-receive the weights (`receive`); `send` is then the way for a server that could not take part.
+A worker sends weights of its process (`send`). If the trainer broadcasts to all servers at once
+(`WeightTransfer.is_broadcast`), the trainer opens the group (`open_root`), and each worker makes its server
+receive the weights (`receive`); `send` is then used for a server that could not take part.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from rlpipe.weights.session import WeightSession
 
 
-Staged = Path | Delta | None  # a checkpoint, the difference to the version before, or nothing
+Staged = Path | Delta | None  # a checkpoint, the delta to the previous version, or nothing
 
 
 @dataclass(slots=True, kw_only=True)
 class WeightUpdate:
-    """Weights of one version on their way from a rollout worker to its server.
+    """Weights of one version that a rollout worker sends to its server.
 
-    weights: of target and draft, by their Hugging Face names. flush: drop all cached keys and values.
-    staged: what `Transport.staged` prepared, if it did.
+    weights: of target and draft, by their Hugging Face names. flush: whether to drop all cached keys and
+    values. staged: the data that `Transport.staged` prepared, if any.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -45,9 +45,9 @@ class WeightUpdate:
 class Audience:
     """The servers to which a trainer broadcasts, and the content of each broadcast.
 
-    host: how the servers reach the trainer. ranks: of each server. on_gpu: whether the servers are on GPUs.
-    timeout: seconds for joining and sending. device: where the trainer's weights are.
-    buckets: of one update, on the meta device.
+    host: address at which the servers reach the trainer. ranks: number of ranks of each server. on_gpu:
+    whether the servers are on GPUs. timeout: seconds for joining and sending. device: device of the trainer's
+    weights. buckets: buckets of one update, on the meta device.
     """
 
     host: str
@@ -60,11 +60,11 @@ class Audience:
 
 
 class BroadcastRoot(Protocol):
-    """The trainer's end of a broadcast."""
+    """The trainer's side of a broadcast."""
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Where the servers join."""
+        """The meeting point at which the servers join."""
         ...
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
@@ -77,9 +77,9 @@ class BroadcastRoot(Protocol):
 
 
 class Transport(Protocol):
-    """One way of bringing weights to a server; a worker makes one and uses it for every update.
+    """A way to bring weights to a server. A worker makes one transport and uses it for every update.
 
-    sends_deltas: whether `staged` uses the server's present weights.
+    sends_deltas: whether `staged` uses the server's current weights.
     """
 
     sends_deltas: bool = False
@@ -94,9 +94,9 @@ class Transport(Protocol):
     def staged(
         self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
     ) -> Iterator[Staged]:
-        """Prepare an update while the server still runs; yields `WeightUpdate.staged`.
+        """Prepare an update while the server is still decoding; yield `WeightUpdate.staged`.
 
-        held: the server's present weights, if known.
+        held: the server's current weights, if known.
         """
         yield None
 
@@ -105,13 +105,13 @@ class Transport(Protocol):
 
     @classmethod
     def open_root(cls, audience: Audience) -> BroadcastRoot:
-        """Open the trainer's end of a broadcast to all servers."""
+        """Open the trainer's side of a broadcast to all servers."""
         raise NotImplementedError(f"{cls.__name__} has no broadcasts")
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Load on the server, `member` of the group, the weights that the trainer broadcasts.
+        """Make the server, `member` of the group, load the weights that the trainer broadcasts.
 
-        Raises ServerError when either breaks off: some of its weights may be new then.
+        Raises ServerError when server or broadcast fails; then some of the server's weights may be new.
         """
         raise NotImplementedError(f"{type(self).__name__} has no broadcasts")
 

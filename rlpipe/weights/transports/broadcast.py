@@ -1,6 +1,6 @@
-"""`weight_transfer=collective`: by broadcast in a process group (NCCL, or gloo).
+"""`weight_transfer=collective`: broadcasts weights in a process group (NCCL or gloo).
 
-The trainer is rank 0 for all servers at once, or a worker for the ranks of its server.
+Rank 0 is the trainer, for all servers at once, or a worker, for the ranks of its server.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rlpipe.weights.transports.group import GroupTransport
 
 
 class BroadcastTransport(GroupTransport):
-    """Has the ranks of the server receive buckets in a group of torch.distributed."""
+    """Makes the ranks of the server receive buckets in a group of torch.distributed."""
 
     def __init__(self, session: WeightSession) -> None:
         super().__init__(session)
-        self._root: Root | None = None  # of the group with this server only
+        self._root: Root | None = None  # rank 0 of the group with only this server
 
     @classmethod
     def open_root(cls, audience: Audience) -> BroadcastRoot:
-        """Open the group: nccl where weights and servers are on GPUs, else gloo."""
+        """Open the group, with nccl if weights and servers are on GPUs, else with gloo."""
         backend = "nccl" if audience.on_gpu and audience.device.type == "cuda" else "gloo"
         ranks, device = audience.servers * audience.ranks, audience.device
         if backend == "gloo":
@@ -37,7 +37,7 @@ class BroadcastTransport(GroupTransport):
         return Root(audience.host, ranks=ranks, timeout=audience.timeout, backend=backend, device=device)
 
     async def send(self, client: Server, update: WeightUpdate) -> None:
-        """Broadcast target and draft as rank 0 of a group with this server only. Raises ServerError."""
+        """Broadcast target and draft as rank 0 of a group with only this server. Raises ServerError."""
         session = self._session
         sent = session.buckets(update.weights)
         root = await self._own_root(client)
@@ -61,13 +61,13 @@ class BroadcastTransport(GroupTransport):
             raise
 
     def close(self) -> None:
-        """Leave the group with the server, if this process is its rank 0."""
+        """Leave the group with only this server, if there is one."""
         if self._root is not None:
             self._root.close()
             self._root = None
 
     async def _own_root(self, client: Server) -> Root:
-        """Return rank 0 of the group with this server, made anew when the server is not in that group."""
+        """Return rank 0 of the group with only this server; make a new group if the server is not in it."""
         if self._root is None or self._root.left or self.group_of(client) != self._root.rendezvous.name:
             self.close()
             sglang, timeout = self._session.config.sglang, self._session.timeout

@@ -1,4 +1,4 @@
-"""`weight_transfer=disk`: as a checkpoint in a folder that worker and server both see."""
+"""`weight_transfer=disk`: writes weights as a checkpoint in a folder that worker and server share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.weights.transports.base import Transport, WeightUpdate
 
 
 class DiskTransport(Transport):
-    """Writes a checkpoint before the server is paused, and has the server read it."""
+    """Writes a checkpoint before the server is paused, and makes the server read it."""
 
     def __init__(self, session: WeightSession) -> None:
         self._session = session
@@ -35,6 +35,6 @@ class DiskTransport(Transport):
     def staged(
         self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
     ) -> Iterator[Path]:
-        """Write the checkpoint; it is removed at exit."""
+        """Write the checkpoint; it is removed when the context exits."""
         with self._session.checkpoint(weights) as folder:
             yield folder

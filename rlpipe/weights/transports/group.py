@@ -1,4 +1,4 @@
-"""A server as a member of a group whose weights another process has: the base of such transports."""
+"""Base of transports in which the server joins a group and another process has the weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlpipe.weights.transports.base import Transport
 
 
 class GroupTransport(Transport):
-    """Receives broadcasts of the trainer; a subclass joins and leaves its kind of group and loads buckets."""
+    """Receives broadcasts of the trainer; subclasses join and leave a kind of group, and load buckets."""
 
     def __init__(self, session: WeightSession) -> None:
         self._session = session
-        self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
+        self._joined: tuple[Server, str] | None = None  # the server, and the name of its group
 
     async def _join(self, client: Server, group: Rendezvous, first_rank: int) -> None:
         raise NotImplementedError
 
     async def _leave(self, client: Server) -> None:
-        """Leave the group; one that broke off cannot always be left in order."""
+        """Leave the group; errors are ignored, as a broken group cannot always be left in order."""
         raise NotImplementedError
 
     async def _load(self, client: Server, bucket: Bucket, body: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class GroupTransport(Transport):
         return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Load on the server the weights that the trainer broadcasts; see `Transport.receive`."""
+        """Make the server load the weights that the trainer broadcasts; see `Transport.receive`."""
         requests = self._session.requests(offer.buckets, version=offer.version, flush=flush)
         first_rank = offer.first_rank(member)
         loading = asyncio.ensure_future(
@@ -49,7 +49,7 @@ class GroupTransport(Transport):
                 await loading
             result = await sending
 
-            # After a failure, the buckets that the server still waits for will not come.
+            # After a failure, the server waits for buckets that will not be sent.
             if result.failure:
                 raise ServerError(f"the trainer's broadcast of version {offer.version}: {result.failure}")
             await loading
@@ -69,7 +69,7 @@ class GroupTransport(Transport):
         group: Rendezvous,
         first_rank: int,
     ) -> None:
-        """Join the group if the server is not in it, then have the server load bucket after bucket."""
+        """Join the group if the server is not in it, then make the server load bucket after bucket."""
         if self.group_of(client) != group.name:
             await self._leave(client)
             await self._join(client, group, first_rank)

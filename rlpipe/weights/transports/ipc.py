@@ -1,10 +1,11 @@
-"""`weight_transfer=ipc`: through a trainer rank's memory, mapped by servers of its GPU (CUDA IPC) or host.
+"""`weight_transfer=ipc`: servers on the trainer's GPU (CUDA IPC) or host map a trainer rank's memory.
 
     trainer:            write bucket n, publish its location  ...  every server has it: write bucket n + 1
-    a server's worker:  wait for the location  -->  have the server load it  -->  acknowledge
+    a server's worker:  wait for the location  -->  make the server load it  -->  acknowledge
 
-No byte passes through a worker. Where ranks and servers share GPUs (`cluster.share_gpus`) each rank does this
-with the server of its own GPU. Locations and acknowledgements are exchanged by a store that the rank opens.
+No weights pass through a worker. If ranks and servers share GPUs (`cluster.share_gpus`), each rank does this
+with the server on its own GPU. Locations and acknowledgements are exchanged through a store that the rank
+opens.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from rlpipe.weights.transports.base import Audience, BroadcastRoot, WeightUpdate
 from rlpipe.weights.transports.group import GroupTransport
 from rlpipe.weights.transports.shared import SharedMemoryTransport
 
-BACKEND = "ipc"  # of a `Rendezvous` that is not one of torch.distributed
+BACKEND = "ipc"  # backend of a `Rendezvous` that does not use torch.distributed
 _POLL_SECONDS = 0.001
 
 
 class IpcTransport(GroupTransport):
-    """Has the server map the trainer's memory; a worker that sends by itself shares separate memory."""
+    """Makes the server map the trainer's memory; for `send`, the worker shares memory of its own."""
 
     def __init__(self, session: WeightSession) -> None:
         super().__init__(session)
@@ -51,7 +52,7 @@ class IpcTransport(GroupTransport):
         return IpcRoot(audience)
 
     async def send(self, client: Server, update: WeightUpdate) -> None:
-        """Replace target and draft together, without the trainer. Raises ServerError."""
+        """Replace target and draft together, from the worker's memory. Raises ServerError."""
         await self._without_trainer.send(client, update)
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class IpcTransport(GroupTransport):
 
     async def _leave(self, client: Server) -> None:
         if self._member is not None:
-            # The trainer waits for this server, unless it is gone itself.
+            # Report the failure, as the trainer waits for this server; the trainer itself may be gone.
             with contextlib.suppress(dist.DistError):
                 await self._member.acknowledge("a server did not take it")
             self._member = None
@@ -78,7 +79,7 @@ class IpcTransport(GroupTransport):
 
 
 class IpcRoot:
-    """The trainer's end: memory as large as the largest bucket, which all servers map."""
+    """The trainer's side: memory as large as the largest bucket, which all servers map."""
 
     def __init__(self, audience: Audience) -> None:
         self._first_ranks = range(1, 1 + audience.servers * audience.ranks, audience.ranks)
@@ -94,11 +95,11 @@ class IpcRoot:
         )
 
         on_gpu = audience.device.type == "cuda"
-        # Not the stream on which a training step is queued.
+        # Use a stream other than that of a training step.
         self._stream = torch.cuda.Stream(audience.device) if on_gpu else None
         self._memory: DeviceMemory | HostMemory = memory_of(audience.device) if on_gpu else HostMemory()
         self._memory.reserve(max(layout_of(bucket)["bytes"] for bucket in audience.buckets))
-        self._number = 0  # of the bucket that was written last
+        self._number = 0  # number of the bucket that was written last
         self.left = False
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
@@ -109,7 +110,7 @@ class IpcRoot:
                 raise RuntimeError("it was left")
 
             for bucket in buckets:
-                # All servers read the same memory, so the next bucket waits for the slowest of them.
+                # All servers read the same memory, so the next bucket waits for the slowest server.
                 self._number += 1
                 with on_stream(self._stream):
                     write_bucket(self._memory.bytes, bucket, layout_of(bucket))
@@ -122,14 +123,14 @@ class IpcRoot:
             raise GroupBroken(f"the group of {self.rendezvous.size} broke off: {error}") from error
 
     def _wait_for_all(self, until: float) -> None:
-        """Wait until all servers have the bucket."""
+        """Wait until all servers have loaded the bucket."""
         answers = [f"{self._number} {rank}" for rank in self._first_ranks]
         self._store.wait(answers, timedelta(seconds=max(0.001, until - time.monotonic())))
         if failures := {self._store.get(answer) for answer in answers} - {b""}:
             raise RuntimeError(min(failures).decode())
 
     def close(self) -> None:
-        """Free shared memory of the host, which remains valid for a server that maps it; retain a GPU's."""
+        """Free shared host memory, which stays valid for servers that map it; keep GPU memory."""
         if not self.left:
             self.left = True
             if isinstance(self._memory, HostMemory):
@@ -137,15 +138,15 @@ class IpcRoot:
 
 
 class IpcMember:
-    """A server's end, in its rollout worker. first_rank: of the server in the group."""
+    """A server's side, in its rollout worker. first_rank: the server's first rank in the group."""
 
     def __init__(self, group: Rendezvous, first_rank: int, *, timeout: float) -> None:
         self._store = TCPStore(group.host, group.port, timeout=timedelta(seconds=timeout))
         self._first_rank = first_rank
-        self._number = 0  # of the present bucket
+        self._number = 0  # number of the current bucket
 
     async def wait_for_bucket(self) -> dict[str, Any]:
-        """Wait for the next bucket; returns its location. Raises ServerError when the trainer is gone."""
+        """Wait for the next bucket and return its location. Raises ServerError when the trainer is gone."""
         self._number += 1
         try:
             while not await asyncio.to_thread(self._store.check, [str(self._number)]):
@@ -155,5 +156,5 @@ class IpcMember:
             raise ServerError(f"the trainer's store: {error}") from error
 
     async def acknowledge(self, failure: str = "") -> None:
-        """Report that the server has the bucket, or why it does not."""
+        """Report that the server has loaded the bucket, or the failure."""
         await asyncio.to_thread(self._store.set, f"{self._number} {self._first_rank}", failure)

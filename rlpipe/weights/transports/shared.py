@@ -1,4 +1,4 @@
-"""`weight_transfer=shared`: through memory that the worker writes and its server maps."""
+"""`weight_transfer=shared`: the worker writes weights to memory that its server maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlpipe.weights.transports.base import Transport, WeightUpdate
 
 
 class SharedMemoryTransport(Transport):
-    """Writes a bucket into shared memory while it loads the one before, or a delta before it pauses."""
+    """Writes buckets while the server loads the previous one, or a delta before the server is paused."""
 
     sends_deltas = True
 
@@ -30,7 +30,7 @@ class SharedMemoryTransport(Transport):
     def staged(
         self, weights: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None
     ) -> Iterator[Delta | None]:
-        """Compute and write the difference from the weights that the server holds."""
+        """Compute and write the delta to the server's weights."""
         delta = None if held is None else self._session.delta(held, weights)
         if delta is not None:
             self._elements = self._elements or ElementMemory()
@@ -45,12 +45,12 @@ class SharedMemoryTransport(Transport):
             else:
                 await self._send_all(client, update)
         except BaseException:
-            # The server may still read this memory, so the next update must not write over it.
+            # The server may still read this memory, so the next update must use other memory.
             self.close()
             raise
 
     async def _send_delta(self, client: Server, update: WeightUpdate) -> None:
-        """Have the server write the elements that were staged: those of its target, then of its draft."""
+        """Make the server write the staged elements, first of its target, then of its draft."""
         assert self._elements is not None
         async with self._session.open(client):
             for role in ("target", "draft"):
@@ -63,7 +63,7 @@ class SharedMemoryTransport(Transport):
                 await self._session.load_mapped(client, self._elements.descriptions(role), body)
 
     async def _send_all(self, client: Server, update: WeightUpdate) -> None:
-        """Have the server load full weights, bucket by bucket."""
+        """Make the server load full weights, bucket by bucket."""
         session = self._session
         sent = session.buckets(update.weights)
         requests = list(session.requests(sent, version=update.version, flush=update.flush))
