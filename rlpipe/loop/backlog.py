@@ -1,16 +1,17 @@
-"""Tracks prompts between admission and training: which one is next, which wait, which are dropped.
+"""Tracks prompts between admission and training: the next one, waiting ones, and dropped ones.
 
     PromptStream -> admit_next -> [a worker generates it] -> finished -> GroupBuffer -> take_batch -> trained
                       ^ gate                                    |                          |
                       +--------- a slot is free ----------------+-- dropped      served: open_gate
 
-Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. It
-is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the finished groups
-of the same moment, and a new backlog continues from there. Prompts that were being generated are then rolled
-out again from their seeds. Their tokens so far, and those of finished siblings, are lost, but no prompt is.
+Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. The
+backlog is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the finished
+groups of the same moment, and a new backlog continues from there. Prompts that were being generated are then
+rolled out again from their seeds. Their tokens so far and the tokens of finished siblings are lost, but no
+prompt is lost.
 
-Waits: `admit_next` for the gate, `take_batch` for groups. Invariant: every admitted prompt is in exactly one
-of these states: handed out, in the buffer, taken, ended. The ledger records which.
+`admit_next` waits for the gate, `take_batch` for groups. Invariant: every admitted prompt is in exactly one
+of four states: handed out, in the buffer, taken, ended. The ledger records the state.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """The backlog of one run. Its ledger lists prompts in flight, so call `Ledger.restore` or `clear` first.
+    """The backlog of one run. First call the ledger's `restore` or `clear`, as it lists prompts in flight.
 
-    version: of the trainer at the start. steps: total of the run. event: as `MetricsBus.event`.
+    version: the trainer's version at the start. steps: total steps of the run. event: see `MetricsBus.event`.
     finished: a file that `save` wrote together with this ledger. trains: whether the groups taken are trained
-    on; if not, they were dumped for later and are recorded as such. Call `start` before anything else.
+    on; if not, they were dumped for later and are recorded as dumped. Call `start` before any other method.
     Raises ValueError when the training set differs from the one recorded in the ledger.
     """
 
@@ -61,7 +62,7 @@ class Backlog:
         self._playing: dict[int, int] = {}  # index -> version when it was handed out
         self._taken: list[tuple[int, Group]] = []
         self._filtered = 0  # groups with equal rewards since the last step
-        self._version = version  # of the trainer, which engines may not serve yet
+        self._version = version  # the trainer's version, which engines may not serve yet
 
         # In-order training starts at the oldest prompt that has not ended.
         self._next = ledger.admitted_count()
@@ -78,7 +79,7 @@ class Backlog:
             limit=steps * settings.prompts_per_step + settings.groups_ahead - settings.prompts_per_step,
         )
 
-        # A finished group comes back from its file; every other prompt in flight is rolled out again.
+        # Finished groups are read from the file; every other prompt in flight is rolled out again.
         self._again: deque[int] = deque()
         self._restored = dict(read_groups(finished)) if finished else {}
         for index, group_id, instance_id, state in flying:
@@ -120,7 +121,7 @@ class Backlog:
         del self._playing[index]
         self._ledger.completed(group)
 
-        # A group ends here without training when it is masked, too stale, or without an advantage.
+        # A group is dropped here if it is masked, too stale, or without an advantage.
         kept = self._fresh(group)
         if all(t.status is TrajectoryStatus.MASKED for t in group.trajectories):
             # A step must never train on an empty group.
@@ -139,7 +140,7 @@ class Backlog:
         return [group for _, group in self._taken]
 
     async def trained(self, version: int) -> list[int]:
-        """Record that the groups taken were trained into `version`, or that they were dumped.
+        """Record that the groups taken were trained, which made `version`, or that they were dumped.
 
         Returns groups in flight that this version makes too stale.
         """
@@ -150,7 +151,7 @@ class Backlog:
         else:
             self._ledger.all_dropped(groups, DUMPED)
 
-        # The selection meter compares these groups with all that were generated.
+        # The selection meter compares these groups with all generated ones.
         for group in groups:
             self._meter.trained(group)
 
@@ -160,7 +161,7 @@ class Backlog:
 
         await self._drop_stale()
 
-        # Groups in flight that began too many versions ago cannot be trained any more.
+        # Groups in flight that began too many versions ago can no longer be trained.
         late = [i for i, begun in self._playing.items() if version - begun > self._settings.max_staleness]
         for index in late:
             del self._playing[index]
@@ -181,7 +182,7 @@ class Backlog:
     def save(self, directory: Path) -> Callable[[], None]:
         """Write the current ledger into a directory; return a function that adds the finished groups.
 
-        That function may be called later and on another thread: it writes the groups of this moment.
+        The function may be called later and on another thread; it writes the groups of the moment of `save`.
         """
         assert not self._taken, "a batch is being trained: its groups are neither finished nor trained"
 
@@ -212,7 +213,7 @@ class Backlog:
                 self._buffer.replace(index, kept)
 
     def _fresh(self, group: Group) -> Group | None:
-        """Return the part of a group that may be trained; None when that is empty."""
+        """Return the part of a group that may be trained; None when it is empty."""
         if self._settings.stale is not Stale.DROP:
             return group
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written while it trains, one at a time, and loaded when it starts again.
+"""Writes checkpoints of a run while it trains, one at a time, and loads one when the run starts again.
 
     save: state of trainer, groups and ledger is copied (the loop waits) --> a task writes it --> complete
                                                                                      |
@@ -29,7 +29,7 @@ from rlpipe.types import RunStopped
 
 @dataclass(slots=True, kw_only=True)
 class Saving:
-    """Saves the checkpoints of one run. event: `MetricsBus.event`. score: val/reward of the version."""
+    """Saves the checkpoints of one run. event: see `MetricsBus.event`. score: val/reward of the version."""
 
     config: Config
     cluster: Cluster
@@ -43,7 +43,7 @@ class Saving:
     _metrics: dict[str, Value] = field(default_factory=dict, init=False)
 
     def take_metrics(self) -> dict[str, Value]:
-        """Return the seconds that saving took since the last call."""
+        """Return the seconds spent on saving since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -65,7 +65,7 @@ class Saving:
                 parts = [_in_thread(backlog.save(directory)), await self.cluster.save(directory)]
         except TrainerLost:
             raise
-        # A full or broken disk raises a different exception in each library.
+        # With a full or broken disk each library raises a different exception.
         except Exception as error:
             self._not_saved(version, error)
             return
@@ -78,7 +78,7 @@ class Saving:
         self._metrics["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
 
     async def require(self, version: int, backlog: Backlog) -> None:
-        """Return once the checkpoint of a version is complete. Raises RunStopped if it cannot be written."""
+        """Wait until the checkpoint of a version is complete. Raises RunStopped if it cannot be written."""
         await self._written()
         if self._saved != version:
             await self.save(version, backlog)
@@ -102,9 +102,9 @@ class Saving:
     async def resume(self, *, served: bool) -> tuple[int, Path | None]:
         """Load the newest checkpoint that can be loaded; engines then serve its weights.
 
-        served: engines may serve weights of an abandoned version. Returns the version and the file of the
-        finished groups; 0 and None without a checkpoint. Raises ValueError for a checkpoint of another
-        run.half, RunStopped when there are checkpoints and none can be loaded.
+        served: whether engines may be serving weights of an abandoned version. Returns the version and the
+        file of the finished groups; 0 and None without a checkpoint. Raises ValueError for a checkpoint with
+        another run.half, RunStopped when there are checkpoints but none can be loaded.
         """
         # Try one checkpoint after another, from the newest to the oldest.
         failed: list[tuple[int, Exception]] = []
@@ -131,7 +131,7 @@ class Saving:
                 f"{self.store.path(newest).parent} to start from step 0."
             ) from error
 
-        # An older checkpoint could be loaded, so the newer ones are broken, not the trainer.
+        # An older checkpoint could be loaded, so the newer ones must be broken.
         for number, error in failed:
             self.store.set_aside(number, _in_words(error))
 
@@ -194,12 +194,12 @@ class Saving:
 
 
 def _in_thread(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
-    """Return blocking work as a function that runs it on a thread, to be awaited."""
+    """Wrap blocking work in an async function that runs it on a thread."""
     return lambda: asyncio.to_thread(work)
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Mark the exception of a task as retrieved: an event reported it, and `_written` raises it."""
+    """Mark a task's exception as retrieved, since an event has reported it and `_written` raises it."""
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""Checkpoint directories: `checkpoints/step_N/`, complete or absent; the newest and the best are retained.
+"""Checkpoint directories `checkpoints/step_N/`, complete or absent; the newest and the best are retained.
 
 Owns naming, atomicity, verification and pruning; other modules write the content. The order of a save:
 
@@ -38,9 +38,9 @@ class Broken:
 
 
 class CheckpointStore:
-    """Checkpoints of one run. keep, keep_best: how many of the newest, and of the highest SCORE, to retain.
+    """Checkpoints of one run. keep, keep_best: how many to retain of the newest, and of the highest SCORE.
 
-    broken: those renamed to step_N.corrupt since the start, for the log.
+    broken: checkpoints that were renamed to step_N.corrupt since the start, for the log.
     """
 
     def __init__(self, directory: Path, keep: int, keep_best: int = 0) -> None:
@@ -57,7 +57,7 @@ class CheckpointStore:
         return self._directory / f"step_{step}"
 
     def fault(self, step: int) -> str | None:
-        """Return the damage of a checkpoint as a sentence; None for a complete one."""
+        """Describe the damage of a checkpoint in a sentence; None if it is complete."""
         return _fault(self.path(step))
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
@@ -70,7 +70,7 @@ class CheckpointStore:
             raise
 
     def begin(self, step: int) -> Path:
-        """Make a new directory to be filled with the checkpoint of a step; one at a time.
+        """Make a new directory for the checkpoint of a step, to be filled; only one at a time.
 
         Raises OSError (ENOSPC) when the free disk space is smaller than the newest checkpoint.
         """
@@ -90,18 +90,18 @@ class CheckpointStore:
         if final.exists():
             self.set_aside(step, "it was written again")
 
-        # The rename makes the checkpoint appear complete or not at all.
+        # With the rename the checkpoint appears complete or not at all.
         partial.rename(final)
         _to_disk(self._directory)
         self._prune()
         return final
 
     def abandon(self, step: int) -> None:
-        """Remove a checkpoint that was begun; those before it remain."""
+        """Remove a checkpoint that was begun; earlier checkpoints remain."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest complete checkpoint and its state; None without any.
+        """Return the newest complete checkpoint and its state; None if there is none.
 
         Leftovers of a crash are removed, and newer checkpoints that are broken are renamed (`broken`).
         Raises ValueError when there are checkpoints but none is complete; then no file is moved.
@@ -118,7 +118,7 @@ class CheckpointStore:
         return checkpoint
 
     def before(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest complete checkpoint before `step` (None: of all); rename broken ones after it."""
+        """Return the newest complete checkpoint before `step` (None: any step); rename newer broken ones."""
         passed: list[Broken] = []
         for older in reversed([s for s in self.steps() if step is None or s < step]):
             reason = _fault(self.path(older))
@@ -147,7 +147,7 @@ class CheckpointStore:
         return self._directory / f"step_{step}.tmp"
 
     def _require_space(self) -> None:
-        """Refuse to begin a save that does not fit: one rank with a full disk would block all others."""
+        """Refuse a save for which there is no space: a rank with a full disk would block all others."""
         if not (steps := self.steps()):
             return
 
@@ -158,14 +158,14 @@ class CheckpointStore:
             raise OSError(errno.ENOSPC, message, str(self._directory))
 
     def _prune(self) -> None:
-        """Remove all checkpoints but the newest and the best."""
+        """Remove all checkpoints except the newest and the best."""
         steps = self.steps()
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
 
         # Of equal scores, the newer checkpoint is retained.
         best = sorted(scores, key=lambda step: (scores[step], step))[max(0, len(scores) - self._keep_best) :]
 
-        # The rename comes first, so that a crash while removing leaves no incomplete step_N.
+        # Rename first, so that a crash during the removal leaves no incomplete step_N.
         for step in set(steps[: -self._keep]) - set(best):
             removed = self._directory / f"step_{step}.old"
             self.path(step).rename(removed)
@@ -197,7 +197,7 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
 
 
 def _fault(directory: Path) -> str | None:
-    """Return the first difference between a checkpoint and its state.json; None without one."""
+    """Return the first difference between a checkpoint and its state.json; None if there is none."""
     try:
         held = json.loads((directory / STATE).read_text())["files"]
         for name, (size, checksum) in held.items():
@@ -219,7 +219,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def edge_sum(file: Path) -> int:
-    """Return the CRC-32 of the first and last 4 MiB: early runs recorded it instead of the full sum."""
+    """Return the CRC-32 of the first and last 4 MiB, which early runs recorded instead of the full sum."""
     edge = 4 * 2**20
     with file.open("rb") as opened:
         start = zlib.crc32(opened.read(edge))
@@ -237,7 +237,7 @@ def file_sum(file: Path) -> int:
 
 
 def _to_disk(directory: Path) -> None:
-    """Flush a directory to the disk: before that, a crash may lose a new name in it."""
+    """Flush a directory to the disk; until then, a crash may lose new names in it."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

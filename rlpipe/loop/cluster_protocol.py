@@ -12,7 +12,7 @@ from rlpipe.types import Group, Prompt, Trajectory
 
 
 class TrainerLost(RuntimeError):
-    """A rank of the trainer died or hangs; all of its ranks have been ended."""
+    """A rank of the trainer died or hangs; all ranks have been ended."""
 
 
 class Cluster(Protocol):
@@ -23,13 +23,13 @@ class Cluster(Protocol):
     """
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        """Roll out the group of one prompt on some rollout worker."""
+        """Roll out the group of one prompt on one of the rollout workers."""
         ...
 
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Roll out held-out instances with the weights that are served now."""
+        """Roll out held-out instances with the weights that are currently served."""
         ...
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
@@ -37,7 +37,7 @@ class Cluster(Protocol):
         ...
 
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        """Compare target and draft of the trainer at every context of these trajectories."""
+        """Compare the trainer's target and draft at every context of these trajectories."""
         ...
 
     async def freeze_draft(self) -> None:
@@ -47,8 +47,8 @@ class Cluster(Protocol):
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         """Copy the trainer's weights, target and draft; return a function that sends them to every engine.
 
-        Training may continue meanwhile without changing the copy. When the function is done, all engines
-        serve `version`; it returns metrics. Only then may another version be published.
+        Training may continue meanwhile without changing the copy. The function returns metrics when all
+        engines serve `version`. Only then may another version be published.
         """
         ...
 
@@ -64,15 +64,15 @@ class Cluster(Protocol):
         ...
 
     async def rebuild_trainer(self) -> None:
-        """Start a trainer instead of the lost one (`TrainerLost`); it then loads a checkpoint."""
+        """Start a trainer to replace the lost one (`TrainerLost`); then load a checkpoint."""
         ...
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        """Return the engines' counters since the last call."""
+        """Return metrics from the engines' counters since the last call."""
         ...
 
     async def activity(self) -> list[str]:
-        """Return the current activity of each rollout worker, as text for a user who waits."""
+        """Describe the current activity of each rollout worker, for a waiting user."""
         ...
 
     async def close(self) -> None:

@@ -7,22 +7,22 @@ each new version. With max_staleness = 0 the same code is synchronous training.
         ^        (_generate_groups)                       (_train)            (_bring_weights)      |
         +---------------------------- a new version opens the gate ---------------------------------+
 
-A version is copied before the next step begins, and travels while that step trains:
+A version is copied before the next step begins, and sent while that step trains:
 
     _train           train 1 | copy 1 | train 2           | copy 2 | train 3
-    _bring_weights           .        | travel 1, gate  |          | travel 2, gate  |
+    _bring_weights           .        | send 1, gate    |          | send 2, gate    |
 
 | loop               | waits for                                | woken by                                  |
 |--------------------|------------------------------------------|-------------------------------------------|
 | `_generate_groups` | a slot for group n (staleness gate)      | `backlog.open_gate`, or a dropped group   |
 | `_train`           | the next `prompts_per_step` groups       | `backlog.finished` of a `_collect` task   |
-| `_train`           | the version before to be served          | `_bring_weights`                          |
-| a save             | the checkpoint that is still written     | its writer, which runs during the steps   |
+| `_train`           | the previous version to be served        | `_bring_weights`                          |
+| a save             | the checkpoint that is being written     | its writer, which runs during the steps   |
 | the end of the run | the step in progress                     | `request_stop` (Ctrl-C), or the last step |
 
 When the trainer is lost, the cluster starts another, and the loop begins again like a resumed run: from the
-newest checkpoint and its ledger. Owns the loop only: the cluster decides where components run, the trainer
-what a step does.
+newest checkpoint and its ledger. Owns only the loop: the cluster decides where components run, and the
+trainer decides what a step does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from rlpipe.types import CONTINUES, Group, Prompt, RunStopped
 
 T = TypeVar("T")
 
-# Span of the controller -> what it waits for, as text.
+# Span of the controller -> text about what it waits for.
 _WAITS = {
     "wait": "groups to train on",
     "probe": "the probe of the draft",
@@ -84,7 +84,7 @@ class Controller:
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _saves: Saving = field(init=False)
     _masked: MaskedAttempts = field(init=False)
-    _lost: int = field(default=0, init=False)  # trainers
+    _lost: int = field(default=0, init=False)  # trainers lost so far
     _traveling: asyncio.Task[dict[str, Value]] | None = field(default=None, init=False)
     _draft_frozen: bool = field(default=False, init=False)
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
@@ -110,9 +110,9 @@ class Controller:
         self._masked = MaskedAttempts(run.max_masked_share, run.masked_window, self.bus.event)
 
     async def run(self) -> None:
-        """Train until `run.steps` or a stop request; always save a checkpoint of the last step.
+        """Train until `run.steps` or a stop request, and save a checkpoint of the last step.
 
-        Raises RunStopped when a rule ended the run: masked attempts, restarts of the trainer.
+        Raises RunStopped when a rule ends the run: too many masked attempts or restarts of the trainer.
         """
         while True:
             lost: BaseExceptionGroup | None = None
@@ -133,7 +133,7 @@ class Controller:
 
     @property
     def _stop_reason(self) -> str | None:
-        """The reason for stopping before the last step, when too many attempts were masked."""
+        """The reason to stop before the last step, if too many attempts were masked, else None."""
         return self._masked.stop_reason if self.version < self.config.run.steps else None
 
     async def _run(self) -> None:
@@ -141,7 +141,7 @@ class Controller:
         self.version, finished = await self._saves.resume(served=bool(self._lost))
         self._draft_frozen, self._traveling = False, None
 
-        # Remove records of steps after the checkpoint: they are run again.
+        # Remove records of steps after the checkpoint, because these steps run again.
         if odd := truncate_records(self.run_dir, self.version):
             self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
 
@@ -158,15 +158,15 @@ class Controller:
         )
         await self._backlog.start()
 
-        # Generation and the monitor run in the background; the end of training ends both. Weights travel in
-        # the background too: a failure there ends the step in progress like one of its own.
+        # Generation and the monitor run in the background until training ends. Weights are sent in the
+        # background too; if that fails, the step in progress fails.
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._generate_groups()),
                 tasks.create_task(self._monitor.watch()),
             ]
             await self._train(tasks)
-            # After a stop the newest step is recorded already: its update has no record.
+            # After a stop the newest step is already recorded, so its weight update has no record.
             await self._wait_until_served()
             for task in background:
                 task.cancel()
@@ -196,18 +196,18 @@ class Controller:
             except TrainerLost as again:
                 lost = BaseExceptionGroup("again", [again])
 
-        # The steps since the checkpoint run again: retract their records and start a new monitor.
+        # The steps since the checkpoint run again: remove their records and start a new monitor.
         self.bus.event("trainer_restarted", restarts=self._lost, step=self.version)
         await asyncio.to_thread(self.bus.take_back)
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
         self._tasks = {}
 
     def request_stop(self) -> None:
-        """Request that `run` finishes the step in progress, saves a checkpoint and returns."""
+        """Make `run` finish the step in progress, save a checkpoint and return."""
         self._stop.set()
 
     async def waits_for(self) -> str:
-        """Return what the run waits for now, as text."""
+        """Return a text on what the run currently waits for."""
         work = self._lane.work
         by_workers = await self.cluster.activity() if work in ("wait", "validate") else []
         return "; ".join([_WAITS.get(work, "a checkpoint, or the loop to begin"), *by_workers])
@@ -233,7 +233,7 @@ class Controller:
         await self._backlog.finished(index, group)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        """Train: take a batch, step, publish the weights, validate, save. tasks: for weights on their way."""
+        """Train: take a batch, step, publish weights, validate, save. tasks: runs the sending of weights."""
         settings = self.config.run
         if self.version == 0:
             await self._validate()
@@ -255,7 +255,7 @@ class Controller:
             with self._lane.span("probe", version=self.version):
                 metrics |= await self._monitor.before_update(self.version, groups, self.cluster.probe)
 
-            # A draft that training makes worse is frozen, once.
+            # Freeze the draft, once, if training makes it worse.
             if self._monitor.draft_harmed and not self._draft_frozen:
                 await self.cluster.freeze_draft()
                 self._draft_frozen = True
@@ -268,11 +268,12 @@ class Controller:
             # The new version makes some groups in flight too stale.
             for index in await self._backlog.trained(self.version):
                 self._tasks.pop(index).cancel()
-            # The validation score belonged to the version before.
+            # The validation score belonged to the previous version.
             self._saves.score = None
 
-            # One version travels at a time, while the next step trains. Without staleness that step needs
-            # groups of this version, and a validation needs it served.
+            # One version is sent at a time, while the next step trains. Wait for it at once without
+            # staleness, as the next step needs groups of this version, and before a validation, which needs
+            # it served.
             trained = time.monotonic()
             with self._lane.span("sync", version=self.version):
                 self.bus.emit(self.version, await self._wait_until_served())
@@ -292,14 +293,14 @@ class Controller:
             self.bus.emit(self.version, metrics | self._spans.drain())
             self.bus.emit(self.version, self._monitor.split(self.bus.peek(self.version)))
 
-            # Validation adds its metrics to the record of this step, so the commit comes after it.
+            # Commit after validation, which adds its metrics to the record of this step.
             if self._due(self.config.val.every):
                 await self._validate()
             record = self.bus.commit(self.version)
             self._monitor.see(record)
             self.growth.see(record)
 
-            # After the commit, so that every checkpoint has its record.
+            # Save after the commit, so that every checkpoint has its record.
             if self._due(settings.save_every):
                 await self._saves.save(self.version, self._backlog)
 
@@ -310,7 +311,7 @@ class Controller:
     async def _bring_weights(
         self, version: int, send: Callable[[], Awaitable[dict[str, Value]]]
     ) -> dict[str, Value]:
-        """Send a version to all engines, then admit the groups that it allows; return the metrics."""
+        """Send a version to all engines, then open the gate for it; return the metrics."""
         metrics = await send()
         await self._backlog.open_gate(version)
         return metrics
@@ -321,11 +322,11 @@ class Controller:
         return {} if traveling is None else await traveling
 
     def _due(self, every: int) -> bool:
-        """Return whether an action with this interval in steps is due; after the last step it always is."""
+        """Return whether an action that runs every `every` steps is due; it always is after the last step."""
         return self.version == self.config.run.steps or bool(every and self.version % every == 0)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, or None when a stop is requested before it is available."""
+        """Return the result of `work`, or None when a stop is requested first."""
         if self._stop.is_set():
             work.close()
             return None
@@ -367,7 +368,7 @@ class Controller:
             if sample := first_sample(split, trajectories):
                 self.bus.event("sample", step=self.version, **sample)
 
-        # The score of this version decides which checkpoints `run.keep_best` retains.
+        # `run.keep_best` compares this version's score.
         if SCORE in metrics:
             self._saves.score = metrics[SCORE].value()
 
@@ -375,7 +376,7 @@ class Controller:
         self.bus.emit(self.version, metrics)
 
     def _record_trajectories(self, group: Group) -> None:
-        """Append one group per step, as text, for the trajectory viewer; a full disk loses only that."""
+        """Append one group per step, as text, for the trajectory viewer; a full disk is not an error."""
         lines = [
             json.dumps(
                 {
@@ -405,7 +406,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _step_metrics(groups: list[Group], version: int, *, seconds: float, waited: float) -> dict[str, Value]:
-    """Return the metrics that only the loop can measure: seconds and tokens of the step."""
+    """Return the metrics that only the loop can measure: seconds and tokens of a step."""
     tokens = sum(len(t.token_ids) for g in groups for t in g.trajectories)
 
     return {

@@ -1,12 +1,12 @@
-"""Batches of a run as files: written by a rollout-only run, read by a train-only run.
+"""Batches of a run as files, which a rollout-only run writes and a train-only run reads.
 
     DUMP/dump.json              its origin: files of the model, sizes, settings of the trainer
     DUMP/step_000001.jsonl.gz   the groups of step 1, token by token (`saved_groups`)
-    DUMP/step_000001.json       their prompts; and the trainer's metrics, once it has trained on them
+    DUMP/step_000001.json       their prompts and, after training on them, the trainer's metrics
 
-Owns the format (docs/run_directory.md) and whether a dump fits a run. Flow: `Dump.create` -> write ->
-trained; `Dump.open` -> check -> prompts, groups, metrics. A step appears complete or not at all: its groups
-first, its .json last.
+Owns the format (docs/run_directory.md) and the check that a dump fits a run. Flow: `Dump.create` -> write ->
+trained; `Dump.open` -> check -> prompts, groups, metrics. A step is complete or does not count: its groups
+are written first, its .json last.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FORMAT = 2
 _READABLE = (1, 2)  # format 1 stored the token columns as lists of numbers
 ABOUT = "dump.json"
 _TRAINER = ("algo", "trainer", "draft", "ppow")  # settings that the trainer's metrics depend on
-_EDGE = 4 << 20  # bytes at either end of a model's file that its checksum covers
-_KEPT = 8  # steps whose files stay in memory
+_EDGE = 4 << 20  # bytes at each end of a model's file that its checksum covers
+_KEPT = 8  # number of steps that stay in memory
 
 
 @dataclass(slots=True, kw_only=True)
 class DumpedPrompt(Prompt):
-    """A prompt that has been rolled out. members: ids of its trajectories that are trained on."""
+    """A prompt that has been rolled out. members: ids of those trajectories that are trained on."""
 
     members: list[str]
 
@@ -48,7 +48,7 @@ class DumpedPrompt(Prompt):
 
 
 class Dump:
-    """One folder; steps count from 1. Made by `create` or `open`."""
+    """One folder of a dump; steps count from 1. Use `create` or `open` to make it."""
 
     def __init__(self, directory: Path, about: dict[str, Any]) -> None:
         self.directory, self.about = directory, about
@@ -58,9 +58,9 @@ class Dump:
 
     @classmethod
     def create(cls, directory: Path, config: Config, step: int) -> Dump:
-        """Begin a dump, or continue the one of this run after `step`.
+        """Begin a dump, or continue this run's dump after `step`.
 
-        Raises ValueError when the folder holds the dump of another run.
+        Raises ValueError when the folder has the dump of another run.
         """
         own = cls.check_new(directory, config)
 
@@ -73,9 +73,9 @@ class Dump:
 
     @staticmethod
     def check_new(directory: Path, config: Config) -> dict[str, Any]:
-        """Return the metadata of the dump that this run would write. Writes no file.
+        """Return the metadata of the dump that this run would write, without writing a file.
 
-        Raises ValueError when the folder holds the dump of another run.
+        Raises ValueError when the folder has the dump of another run.
         """
         made_by = _about(config)
         if (directory / ABOUT).exists():
@@ -93,7 +93,8 @@ class Dump:
     def open(cls, directory: Path, config: Config) -> Dump:
         """Return a dump that this run can train on.
 
-        Raises ValueError when there is none, its model, tokenizer or sizes differ, or it is too short.
+        Raises ValueError when there is no dump, when its model, tokenizer or sizes differ, or when it is too
+        short.
         """
         dump = cls(directory, _read(directory))
         _require_fit(dump, config)
@@ -106,7 +107,7 @@ class Dump:
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Write the batch of a step. Raises OSError."""
-        # The groups come first, the .json last: a step without its .json does not count.
+        # Write the groups first and the .json last: a step without its .json does not count.
         part = self._file(step, ".part")
         write_groups(part, enumerate(groups, (step - 1) * self.batch))
         part.replace(self._file(step, ".jsonl.gz"))
@@ -130,11 +131,11 @@ class Dump:
 
     @property
     def batch(self) -> int:
-        """Groups of a step."""
+        """Number of groups in a step."""
         return self.about["prompts_per_step"]
 
     def prompt(self, index: int) -> DumpedPrompt:
-        """Return prompt number `index` (0-based) in the order of training."""
+        """Return the prompt with number `index` (0-based) in the order of training."""
         step, place = divmod(index, self.batch)
         return self._prompts(step + 1)[place]
 
@@ -145,11 +146,11 @@ class Dump:
             return self._groups(step + 1)[place]
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """Return the trainer's metrics of a step; None if no trainer has trained on it."""
+        """Return the trainer's metrics of a step; None if it has not been trained on."""
         return json.loads(self._file(step, ".json").read_text()).get("metrics")
 
     def settings_changed(self, config: Config) -> list[str]:
-        """Return the settings of the trainer that differ from those of the run that made the dump."""
+        """Return the settings of the trainer that differ from the settings recorded in the dump."""
         now, then = _about(config)["trainer"], self.about["trainer"]
         return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
 
@@ -191,7 +192,7 @@ def _about(config: Config) -> dict[str, Any]:
         "candidates": _candidates(config),
         "trainer": settings | {"run.seed": config.run.seed, "run.steps": config.run.steps},
     }
-    # As JSON reads it back (tuples are lists), so that it compares with a recorded one.
+    # Convert as JSON does (tuples to lists), for comparison with a recorded description.
     return json.loads(json.dumps(description))
 
 
@@ -204,7 +205,7 @@ def _candidates(config: Config) -> int:
 
 def _require_fit(dump: Dump, config: Config) -> None:
     """Refuse a dump of another model, tokenizer or batch layout. Raises ValueError."""
-    # Other files of the model or tokenizer: the tokens or logprobs would mean something else.
+    # With other files of the model or tokenizer, the tokens or logprobs would have another meaning.
     where, own = f"run.dump={str(dump.directory)!r}", _about(config)
     for what, meaning in (
         ("tokenizer", "its token ids mean other texts"),
@@ -218,7 +219,7 @@ def _require_fit(dump: Dump, config: Config) -> None:
                 f"({', '.join(files)}): {meaning}. Use the model it was made with."
             )
 
-    # Other sizes: batches and temperatures would not match.
+    # With other sizes, batches and temperatures would not match.
     for key, setting in (
         ("group_size", "pipeline.group_size"),
         ("prompts_per_step", "pipeline.prompts_per_step"),
@@ -230,7 +231,7 @@ def _require_fit(dump: Dump, config: Config) -> None:
                 f"set {setting}={dump.about[key]}."
             )
 
-    # The correction reads a number of logprobs per token, which must have been stored.
+    # The dump must contain as many logprobs per token as the correction reads.
     if dump.about["candidates"] < own["candidates"]:
         raise ValueError(
             f"{where} holds {dump.about['candidates']} candidates for each token, and "
@@ -270,7 +271,7 @@ def _read(directory: Path) -> dict[str, Any]:
             "train on it with the version that made it."
         )
 
-    # Settings of the trainer are compared by name, and an earlier version may have used other names.
+    # Settings are compared by name, and an earlier version may have used other names.
     about["trainer"] = {current_name(name): value for name, value in about.get("trainer", {}).items()}
     return about
 

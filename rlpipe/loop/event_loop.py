@@ -13,12 +13,12 @@ T = TypeVar("T")
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a new event loop and return its result.
 
-    The loop runs in this thread, or in a separate one where this thread already runs a loop, which
-    `asyncio.run` refuses. Signal handlers of the main thread still run while it waits.
+    The loop runs in this thread or, if this thread already runs a loop (which `asyncio.run` refuses), in a
+    separate thread. Signal handlers of the main thread still run meanwhile.
     """
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # no loop runs here
+    except RuntimeError:  # no loop is running in this thread
         return asyncio.run(coroutine)
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlpipe-loop") as executor:

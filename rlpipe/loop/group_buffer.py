@@ -1,11 +1,11 @@
 """Finished groups for the trainer, in admission order or in the order in which they finished.
 
-Admission order is the default on purpose: taking first the groups that finish first favours short, easy
-prompts and lets slow ones become stale. In order, every admitted prompt is trained, and the staleness bound
-is exact.
+Admission order is the default for a reason: to take first the groups that finish first favours short, easy
+prompts, and slow ones become stale. In admission order every admitted prompt is trained, and the staleness
+bound is exact.
 
-Waits: the training loop, in `take_finished_groups`. Wakes: `put` and `skip`. Invariant: each index is taken
-or skipped once; in order, the lowest indices that were not skipped are returned.
+The training loop waits in `take_finished_groups`; `put` and `skip` wake it. Invariant: each index is taken or
+skipped once. In admission order, the lowest indices that were not skipped are returned.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rlpipe.types import Group
 
 
 class GroupBuffer:
-    """Holds finished groups by index. first: the lowest index to be taken, when taken in order."""
+    """Stores finished groups by index. first: the lowest index to be taken, in admission order."""
 
     def __init__(self, first: int = 0, *, in_order: bool = True) -> None:
         self._next = first
         self._in_order = in_order
-        self._ready: dict[int, Group] = {}  # in the order they finished
+        self._ready: dict[int, Group] = {}  # in the order in which they finished
         self._gone: set[int] = set()  # skipped, at or after _next
         self._changed = asyncio.Condition()
 
     async def put(self, index: int, group: Group) -> None:
-        """Add group number `index`."""
+        """Add the group with number `index`."""
         async with self._changed:
             known = index in self._ready or index in self._gone or (self._in_order and index < self._next)
             assert not known, f"group {index} was handed in twice"
@@ -34,7 +34,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def skip(self, index: int) -> None:
-        """Record that group `index` ended without training, so that it is no longer waited for."""
+        """Record that group `index` ended without training, so that nothing waits for it."""
         async with self._changed:
             self._ready.pop(index, None)
             if self._in_order and index >= self._next:
@@ -42,11 +42,11 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def take_finished_groups(self, count: int) -> list[tuple[int, Group]]:
-        """Wait until the next `count` groups are finished; return them by index, or none if cancelled."""
+        """Wait until the next `count` groups are finished; return them with indices, or none if cancelled."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._wanted(count)) == count)
 
-            # In order, later calls continue after the last index taken.
+            # In admission order, later calls continue after the last index taken.
             taken = self._wanted(count)
             if self._in_order and taken:
                 self._next = taken[-1] + 1
@@ -58,7 +58,7 @@ class GroupBuffer:
         return sorted(self._ready.items())
 
     def replace(self, index: int, group: Group) -> None:
-        """Put `group` in the position of the finished one with the same index."""
+        """Replace the finished group with this index by `group`."""
         assert index in self._ready, f"group {index} is not held"
         self._ready[index] = group
 
@@ -75,7 +75,7 @@ class GroupBuffer:
         if not self._in_order:
             return sorted(list(self._ready)[:count])
 
-        # In order: pass over the skipped indices, and stop at the first one that is still in flight.
+        # In admission order: omit skipped indices, and stop at the first one that is still in flight.
         indices, index = [], self._next
         while len(indices) < count and (index in self._ready or index in self._gone):
             if index in self._ready:

@@ -5,11 +5,11 @@
     trajectory             generating -> complete -> trained(step, version) | dropped(reason)
                                       `-> masked
 
-Owns `ledger.sqlite`. Only the controller writes it. A checkpoint holds a copy from the same moment (`save`),
-and a resumed run continues from that copy (`restore`). Invariants, checked by `violations`: an admitted
-prompt ends exactly once, and a trajectory is trained in exactly one step. Neither a full disk nor a lock that
-is never released ends a run: the ledger continues in memory and in the next checkpoint. A damaged file is
-renamed, as a start restores the copy of the newest complete checkpoint anyway. To print the ledger of a run:
+Owns `ledger.sqlite`. Only the controller writes it. A checkpoint has a copy from the same moment (`save`),
+and a resumed run continues from that copy (`restore`). `violations` checks the invariants: an admitted prompt
+ends exactly once, and a trajectory is trained in exactly one step. If the disk is full or a lock is never
+released, the run continues: the ledger is then in memory and in the next checkpoint. A damaged file is
+renamed; a start restores the copy in the newest complete checkpoint anyway. To print the ledger of a run:
 
     rlpipe ledger RUN
 """
@@ -29,7 +29,7 @@ from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
 _UNFINISHED = "('admitted', 'generating', 'complete')"
-# Queries that must return no row, by the meaning of such a row.
+# What a row would mean -> a query that must not return any row.
 _NEVER = {
     "a prompt between others was never admitted": """
         SELECT idx FROM prompts WHERE idx > 0 AND idx - 1 NOT IN (SELECT idx FROM prompts)""",
@@ -53,14 +53,14 @@ _NEVER = {
 
 
 def ignore_event(kind: str, **fields: object) -> None:
-    """Ignore an event: the default where no event log exists."""
+    """Ignore an event; the default if there is no event log."""
 
 
 class Ledger:
-    """The ledger of a run; only the controller writes it. event: receives incidents (kind, fields).
+    """The ledger of a run; only the controller writes it. event: called for incidents (kind, fields).
 
-    Raises ValueError for a file of another format, or one that cannot be opened. A change that a state does
-    not allow raises AssertionError, and no part of it is written.
+    Raises ValueError for a file of another format, or one that cannot be opened. A change that the current
+    state does not allow raises AssertionError, and no part of it is written.
     """
 
     def __init__(self, path: Path, event: Callable[..., None] = ignore_event) -> None:
@@ -89,7 +89,7 @@ class Ledger:
         )
 
     def generating(self, prompt: Prompt, trajectory_ids: Sequence[str]) -> None:
-        """Record that a rollout worker received a prompt, as these trajectories."""
+        """Record that a rollout worker received a prompt, to roll it out as these trajectories."""
         rows = [(name, prompt.group_id) for name in trajectory_ids]
 
         def change(db: sqlite3.Connection) -> None:
@@ -141,11 +141,11 @@ class Ledger:
         self._change(change)
 
     def dropped(self, group_id: str, reason: str) -> None:
-        """Record that a prompt ends untrained, from any state in flight."""
+        """Record that a prompt in flight, in any state, ends untrained."""
         self._change(lambda db: _drop_prompt(db, group_id, reason))
 
     def all_dropped(self, groups: Sequence[Group], reason: str) -> None:
-        """Record that the prompts of these groups end untrained, all of them or none."""
+        """Record, in one transaction, that the prompts of these groups end untrained."""
         self._change(lambda db: [_drop_prompt(db, group.prompt.group_id, reason) for group in groups])
 
     def trajectories_dropped(self, trajectories: Sequence[Trajectory], reason: str) -> None:
@@ -179,7 +179,7 @@ class Ledger:
                     )
                     continue
 
-                # The step used the weights of the version before it.
+                # The step used the weights of the previous version.
                 _move(db, name, before=("complete",), after="trained", step=step)
                 for t in useful:
                     moved = db.execute(
@@ -221,7 +221,7 @@ class Ledger:
         return self._db.execute("SELECT COUNT(*) FROM prompts").fetchone()[0]
 
     def oldest_admission(self) -> int | None:
-        """Return the version at which the oldest prompt in flight was admitted; None without one."""
+        """Return the version at which the oldest prompt in flight was admitted; None if there is none."""
         return self._db.execute(
             f"SELECT MIN(admitted_version) FROM prompts WHERE state IN {_UNFINISHED}"
         ).fetchone()[0]
@@ -238,11 +238,11 @@ class Ledger:
         """Write a copy of the current state. Raises sqlite3.OperationalError when the disk is full."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
             self._db.backup(copy)
-            # The copy must be a single file, without a write-ahead log.
+            # The copy must be a single file without a write-ahead log.
             copy.execute("PRAGMA journal_mode=DELETE")
 
     def restore(self, path: Path) -> None:
-        """Replace the content by a copy that `save` wrote; later changes are lost."""
+        """Replace the content by a copy from `save`; later changes are lost."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
             check_format(copy, path)
             try:
@@ -255,14 +255,14 @@ class Ledger:
                 self._event("ledger_in_memory", error=str(error))
 
     def clear(self) -> None:
-        """Delete all rows: the run starts from its first step."""
+        """Delete all rows, for a run that starts from its first step."""
         self._change(lambda db: [db.execute(f"DELETE FROM {table}") for table in ("trajectories", "prompts")])
 
     def close(self) -> None:
-        """Flush and close; a ledger that continued in memory is written back if the disk has space again."""
+        """Flush and close. A ledger in memory is written back if the disk has space again."""
         if self._in_memory:
             with (
-                # An event reported the full disk when the ledger moved into memory.
+                # If the disk is still full, an event has already reported it.
                 contextlib.suppress(sqlite3.OperationalError),
                 contextlib.closing(sqlite3.connect(self._path)) as file,
             ):
@@ -296,8 +296,8 @@ class Ledger:
 def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None = None) -> list[str]:
     """Return the violated invariants, one sentence each; empty when all hold.
 
-    ended: whether the run is over, so that no prompt may be in flight. epoch: number of training instances,
-    each of which is admitted once before any is admitted again.
+    ended: whether the run is over; then no prompt may be in flight. epoch: number of training instances; each
+    must be admitted once before any is admitted again.
     """
     never = dict(_NEVER)
     if ended:
@@ -345,7 +345,7 @@ def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any]
 
 
 def _metadata(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the scalar metadata of the environment; lists and objects stay in the trajectory files."""
+    """Return the scalar metadata of the environment; lists and objects are only in the trajectory files."""
     return {k: v for k, v in trajectory.info.items() if isinstance(v, str | int | float | bool)}
 
 
@@ -366,7 +366,7 @@ def _lines(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show the ledger of a run and check its invariants; returns 1 when one is violated."""
+    """Print the ledger of a run and check its invariants; return 1 if one is violated."""
     parser = argparse.ArgumentParser(
         prog="rlpipe ledger", description="Show the ledger of a run and check its invariants."
     )

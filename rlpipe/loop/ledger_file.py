@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _FORMAT = 2
-_LOCK_S = 30.0  # how long another process may hold the file (a backup, a shell)
+_LOCK_S = 30.0  # how long another process may lock the file (a backup, a shell)
 DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 _SCHEMA = """
 CREATE TABLE prompts (
@@ -29,11 +29,11 @@ CREATE INDEX unfinished ON prompts (state) WHERE state IN ('admitted', 'generati
 
 def opened(path: Path) -> sqlite3.Connection:
     """Open a ledger, and create its tables if it is new. Raises sqlite3.DatabaseError for any damage."""
-    # Used by one thread at a time, though not always the one that opened it (a notebook's event loop).
+    # Only one thread uses it at a time, but not always the one that opened it (a notebook's event loop).
     db = sqlite3.connect(path, timeout=_LOCK_S, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")
-        # Enough for a crash: the copy in a checkpoint is flushed to the disk separately.
+        # This is safe enough, because the copy in a checkpoint is flushed to the disk separately.
         db.execute("PRAGMA synchronous=NORMAL")
 
         if not _table_names(db):
@@ -76,7 +76,7 @@ def copied(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
 
 
 def result_code(error: sqlite3.DatabaseError) -> int:
-    """Return the primary result code, without the detail of the read or write that SQLite adds."""
+    """Return the primary result code, without the details that SQLite adds to it."""
     return error.sqlite_errorcode & 0xFF
 
 
@@ -85,7 +85,7 @@ def _table_names(db: sqlite3.Connection) -> list[str]:
 
 
 def check_format(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse the ledger of another version. Raises ValueError."""
+    """Refuse a ledger of another format version. Raises ValueError."""
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version != _FORMAT:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Masked attempts: their reports and counts, and the rule by which a run ends when there are too many.
+"""Masked attempts: their reports and counts, and the rule that ends a run with too many of them.
 
 An attempt is masked when something other than the model failed: the sandbox, the machine, or an environment
-that raised. It has no reward and is never trained on. One failing attempt never ends a run; a share of at
-least `run.max_masked_share` among the last `run.masked_window` attempts does, because the steps of such a run
-would train on almost no data.
+that raised an exception. It has no reward and is never trained on. One failing attempt never ends a run. A
+run ends if the share of masked attempts among the last `run.masked_window` reaches `run.max_masked_share`,
+because its steps would train on almost no data.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlpipe.types import Trajectory, TrajectoryStatus
 
 
 class MaskedAttempts:
-    """Counts every attempt that came back, whether it will be trained on or not.
+    """Counts every finished attempt, whether it will be trained on or not.
 
-    stop_reason: the reason to stop the run, once the rule is broken; None while it holds.
+    stop_reason: why the run must stop, or None.
 
-    event: as `MetricsBus.event`; receives `attempt_masked` at the 1st, 2nd, 4th, 8th, ... failure of each
-    kind and source line, so that a failure in every attempt does not flood the log.
+    event: see `MetricsBus.event`. It is called with `attempt_masked` at the 1st, 2nd, 4th, 8th, ... failure
+    of each kind and source line, so that a failure in every attempt does not flood the log.
     """
 
     def __init__(self, share: float, window: int, event: Callable[..., None]) -> None:
@@ -32,7 +32,7 @@ class MaskedAttempts:
         self.stop_reason: str | None = None
 
     def see(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count attempts for the rule, and report the causes of masked ones."""
+        """Count attempts for the rule, and report why masked ones failed."""
         trajectories = list(trajectories)
         self.report(trajectories)
 
@@ -43,11 +43,11 @@ class MaskedAttempts:
             self._masked += masked
             self._errors += masked and t.info.get("exit_reason") == "error"
 
-        # The first reason is kept, even if later attempts succeed.
+        # Keep the first reason, even if later attempts succeed.
         self.stop_reason = self.stop_reason or self._reason_to_stop()
 
     def report(self, trajectories: Iterable[Trajectory]) -> None:
-        """Report the causes of masked attempts without counting them, as for those of a validation."""
+        """Report why masked attempts failed without counting them, as in a validation."""
         for t in trajectories:
             if t.status is not TrajectoryStatus.MASKED:
                 continue
@@ -68,7 +68,7 @@ class MaskedAttempts:
                 )
 
     def _reason_to_stop(self) -> str | None:
-        """Return the reason to stop the run; None while the rule holds or too few attempts have come back."""
+        """Return the reason to stop the run; None if there is none, or too few attempts have finished."""
         causes = Counter(filter(None, self._window))
         masked, window = causes.total(), len(self._window)
         if window < self._window_size or masked < self._share * window:

@@ -1,7 +1,7 @@
 """Reports what a run waits for when nothing has happened for a while.
 
-It runs in its own thread, because the main thread may wait as well: for engines that start, or for Ray. It
-looks at the bus, on which every step, group and event counts as progress.
+It runs in its own thread, because the main thread may wait too: for engines that start, or for Ray. Every
+step, group and event on the metrics bus counts as progress.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rlpipe.metrics.bus import MetricsBus
 
 @contextmanager
 def progress_watched(bus: MetricsBus, waits_for: Callable[[], str], quiet_s: float) -> Iterator[None]:
-    """Report `waiting` events during the block.
+    """Report `waiting` events within the context.
 
-    waits_for: returns what the run waits for now, as text; called in another thread. quiet_s: seconds
-    without progress before the first event (0: none); the next ones after twice that time, four times, ...
+    waits_for: returns a text on what the run waits for; called in another thread. quiet_s: seconds without
+    progress before the first event (0: no events); the time before each later event is twice as long.
     """
     if not quiet_s:
         yield

@@ -1,4 +1,4 @@
-"""The instance of the n-th admitted prompt: a pure function of (seed, n), so that resuming is exact."""
+"""Computes the n-th prompt as a pure function of (seed, n), so that resuming is exact."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class PromptStream:
         if not instance_ids:
             raise ValueError("the training set is empty: check env.train_file.")
         self._ids = list(instance_ids)
-        self._stages = [len(self._ids)]  # instances in each
+        self._stages = [len(self._ids)]  # number of instances in each stage
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
 
     @classmethod
     def of_stages(cls, stages: Sequence[Sequence[str]], seed: int) -> PromptStream:
-        """Return the prompts of several sets of instances, which every epoch goes through in this order."""
+        """Make the prompts of several sets of instances; every epoch goes through them in this order."""
         stream = cls([instance for stage in stages for instance in stage], seed)
         stream._stages = [len(stage) for stage in stages]
         return stream
 
     def __getitem__(self, index: int) -> Prompt:
-        """Return the prompt admitted as number `index` (0-based) of the run."""
+        """Return the prompt with number `index` (0-based) in the order of admission."""
         return Prompt(
             instance_id=self.instance(index),
             group_id=f"g{index:06d}",
@@ -46,7 +46,7 @@ class PromptStream:
         )
 
     def instance(self, index: int) -> str:
-        """Return the instance of that prompt."""
+        """Return the instance of the prompt with number `index`."""
         epoch, place = divmod(index, len(self._ids))
 
         # Each epoch has a separate order; only the current one is cached.
@@ -62,7 +62,7 @@ class PromptStream:
 
 
 class MixedPrompts(PromptStream):
-    """Prompts of several training sets by their shares; among any first n, each share is exact to one prompt.
+    """Mixes prompts of training sets by their shares; among the first n, shares are exact to one prompt.
 
     sets: (share, stages of instances). Each set has separate epochs.
 
@@ -76,12 +76,12 @@ class MixedPrompts(PromptStream):
         self._shares = [share for share, _ in sets]
         self._streams = [PromptStream.of_stages(stages, seed) for _, stages in sets]
         self._counts = [0] * len(sets)
-        self._turns: list[tuple[int, int]] = []  # by prompt: its set, and its index in the set
+        self._turns: list[tuple[int, int]] = []  # for each prompt: its set, and its index in the set
 
     def instance(self, index: int) -> str:
         """Return the instance of a prompt."""
         while len(self._turns) <= index:
-            # The set that is furthest behind its share is next.
+            # The next prompt is from the set that is furthest behind its share.
             due = [
                 share * (len(self._turns) + 1) - n
                 for share, n in zip(self._shares, self._counts, strict=True)

@@ -1,7 +1,7 @@
-"""The directory of a run: one process at a time works in it, and a run continues with the same settings.
+"""The directory of a run. One process at a time works in it, and a resumed run keeps its settings.
 
-Owns the lock of the directory and the record of its settings. `config.yaml` is the current configuration, and
-`configs/N.yaml` are all those that the run was ever started with.
+Owns the lock of the directory and the record of the run's settings. `config.yaml` is the current
+configuration, and `configs/N.yaml` are the configurations of all starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlpipe.config.run import Resume, Task
 
 CONFIG, HISTORY, LOCK = "config.yaml", "configs", "lock"
 
-# Settings that do not change the experiment: how far and where it runs, and what it records.
+# Settings that do not change the experiment: its length, its location, and what it records.
 _RUN = ("dir", "steps", "resume", "save_every", "save_async", "keep_last", "keep_best", "dump")
 _ROLLOUT = ("workers", "concurrent_groups", "max_running", "device", "threads", "prefill_tokens", "sglang")
 _TRAINER = ("tp", "dp", "layers", "recompute", "distributed_optimizer", "micro_batch_tokens", "threads")
@@ -38,18 +38,18 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "metrics": None,
     "cluster": None,
 }
-# Settings of an RL run that do not change the distribution of its tokens: verification is exact for any
-# draft. They may change too, and the log states it.
+# Settings of an RL run that do not change the distribution of its tokens, because verification is exact for
+# any draft. They may change in a resumed run, and the log reports it.
 _LOSSLESS = ("mode", "gamma", "adaptive", "tree", "suffix", "draft_vocab")
 _SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # shapes of the tensors in a trainer's checkpoint
-_SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # all of these except `constant` end with run.steps
+_SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # all kinds except `constant` end with run.steps
 
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, which is created if it does not exist.
+    """Hold the lock of a run directory within the context; create the directory if it does not exist.
 
-    The kernel releases the lock when this process ends, however it ends. Raises ValueError with the holder.
+    The kernel releases the lock when this process ends for any reason. Raises ValueError with the holder.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK).open("a+") as lock:
@@ -63,7 +63,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def check_free(run_dir: Path) -> None:
-    """Refuse a run directory in which a process works. Raises ValueError with its id; writes no file."""
+    """Raise ValueError with the process id if a process works in a run directory. Writes no file."""
     with suppress(FileNotFoundError), (run_dir / LOCK).open() as lock:
         _take(lock, run_dir)
 
@@ -76,12 +76,12 @@ def _take(lock: IO[str], run_dir: Path) -> None:
 
 
 def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: Resume) -> dict[str, str]:
-    """Return the settings that differ from those a run was begun with, as "old -> new" by name.
+    """Return the settings that differ from the run's earlier ones, as "old -> new" by name.
 
-    resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
-    it begins, so the result is empty). Settings of lossless drafting may differ. Raises ValueError when the
-    run would become a different experiment or its old settings are not recorded, unless that is intended
-    (run.resume=anyway), and always when the shape of its LoRA adapters would change.
+    resolved: the composed configuration as YAML. step: step of the checkpoint that the run continues from
+    (None: it begins, so the result is empty). Settings of lossless drafting may differ. Raises ValueError
+    when the run would become a different experiment or its old settings are not recorded, unless
+    run.resume=anyway; and always when the shape of its LoRA adapters would change.
     """
     if step is None:
         return {}
@@ -96,7 +96,7 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
     new = _flat(resolved)
     changed = differences(begun, new)
 
-    # Weights of another shape cannot be loaded, whatever run.resume is.
+    # Weights of another shape can never be loaded, for any run.resume.
     if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
         shown = "; ".join(f"{name}: {change}" for name, change in shapes.items())
         raise ValueError(
@@ -124,7 +124,7 @@ def _is_lossless(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the settings of the last start by dotted name, or of the newest whose file can be read."""
+    """Return settings by dotted name, of the last start or of the newest one with a readable file."""
     numbered = [path for path in (run_dir / HISTORY).glob("*.yaml") if path.stem.isdigit()]
     newest_first = sorted(numbered, key=lambda path: int(path.stem), reverse=True)
     for path in (run_dir / CONFIG, *newest_first):
@@ -135,7 +135,7 @@ def _recorded(run_dir: Path) -> dict[str, Any]:
 
 
 def keep_settings(run_dir: Path, resolved: str) -> None:
-    """Write the current settings of the run; the earlier ones remain in `configs/`."""
+    """Write the current settings of the run; earlier settings remain in `configs/`."""
     (run_dir / CONFIG).write_text(resolved)
 
     history = run_dir / HISTORY
@@ -144,7 +144,7 @@ def keep_settings(run_dir: Path, resolved: str) -> None:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings in both that differ and change the experiment; an absent one has its default."""
+    """Return the settings that differ and change the experiment; absent settings have their defaults."""
     # The length of a run changes the experiment only through a learning-rate schedule.
     scheduled = any(new.get(name, "constant") != "constant" for name in _SCHEDULES)
 

@@ -1,13 +1,13 @@
-"""Finished groups as a file: the part of a checkpoint that holds the buffer.
+"""Finished groups as a file: the part of a checkpoint with the contents of the buffer.
 
 Owns the format: gzipped JSON lines, one object per group with its index in the run,
 
     {"index": n, "prompt": {...}, "trajectories": [...], "gen_seconds": s, "env_seconds": s}
 
-and the fields of `rlpipe.types` by name. JSON keeps every float exactly (Python writes the shortest text that
-reads back as the same number), so a restored group is the saved one. Arrays (the token columns, routes) are
-{"shape", "dtype", "data"}, data being base64 of their zlib-compressed bytes. Columns that an earlier version
-wrote as lists are read as well.
+and the fields of `rlpipe.types` by name. JSON preserves every float exactly (Python writes the shortest text
+that reads back as the same number), so a restored group equals the saved one. Arrays (the token columns,
+routes) are {"shape", "dtype", "data"}, where data is base64 of their zlib-compressed bytes. Lists, which an
+earlier version wrote for columns, can also be read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _decoded(record: dict[str, Any]) -> np.ndarray:
 
 
 def _shallow(item: Any) -> dict[str, Any]:
-    """Return a dict like that of `dataclasses.asdict`, without its copy of every token."""
+    """Return a dict like `dataclasses.asdict`, but without copying every token."""
     return {own.name: getattr(item, own.name) for own in fields(item)}
 
 
@@ -75,7 +75,7 @@ def _group(record: dict[str, Any]) -> tuple[int, Group]:
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
     """Return the trajectory of a JSON object."""
-    # JSON has no tuples, and no dataclasses.
+    # JSON has no tuples and no dataclasses.
     if record["top_logprobs"] is not None:
         record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]
     if record["drafts"] is not None:

@@ -1,17 +1,17 @@
 """The selection-bias meter: do the trajectories that are trained on look like those that were generated?
 
-Every rule that drops finished work (pipeline.stale=drop, oversample, filters, failures) may prefer short,
-easy or successful attempts. Training on the rest is then training on a different task. Over a window of
-trajectories that were trained or dropped, the shift of a quantity x is
+Every rule that drops finished trajectories (pipeline.stale=drop, oversample, filters, failures) may favour
+short, easy or successful ones. Training on the remaining ones is then training on a different task. Over a
+window of trajectories that were trained or dropped, the shift of a quantity x is
 
     (mean of x over trained - mean of x over generated) / standard deviation of x over generated
 
 for the response length, the reward and the difficulty (1 - mean reward of the siblings). Masked trajectories
-have no reward and are left out. With n trained of N generated, a random choice has a shift with standard
-deviation sqrt(1/n - 1/N). A shift beyond four standard deviations, and of at least 0.1, is a warning, once
+have no reward and are excluded. With n trained of N generated, a random choice has a shift with standard
+deviation sqrt(1/n - 1/N). A shift beyond four standard deviations and of at least 0.1 causes a warning, once
 for each quantity.
-Groups without an advantage that a filter dropped (`equal rewards`) are counted, not compared: they are
-chosen by reward on purpose.
+Groups without an advantage that a filter dropped (`equal rewards`) are counted but not compared, because they
+are chosen by reward on purpose.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rlpipe.metrics.values import Last, Ratio, Sum, Value
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 WINDOW = 2048  # trajectories
-FEWEST = 64  # generated, and 8 of them dropped, before a warning
+FEWEST = 64  # generated trajectories before a warning; at least 8 of them must be dropped
 QUANTITIES = ("length", "reward", "difficulty")
 SHIFT, SIGMAS = 0.1, 4.0
 
 
 class SelectionMeter:
-    """The meter; the backlog calls it as prompts end. event: receives warnings of a bias (kind, fields)."""
+    """The meter, which the backlog calls when prompts end. event: called with warnings (kind, fields)."""
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event = event
         # For each trajectory: whether it was trained on, and its QUANTITIES.
         self._seen: deque[tuple[bool, tuple[float, float, float]]] = deque(maxlen=WINDOW)
-        self._dropped: Counter[str] = Counter()  # prompts, since the last metrics
+        self._dropped: Counter[str] = Counter()  # dropped prompts since the last metrics
         self._warned: set[str] = set()  # quantities whose bias was reported
 
     def trained(self, group: Group) -> None:
@@ -44,7 +44,7 @@ class SelectionMeter:
         self._add(group, group.trajectories, trained=True)
 
     def lost(self, group: Group, trajectories: Iterable[Trajectory]) -> None:
-        """Record that finished trajectories of a group were dropped. group: all the siblings."""
+        """Record that finished trajectories of a group were dropped. group: has all siblings."""
         self._add(group, trajectories, trained=False)
 
     def dropped(self, reason: str) -> None:
@@ -54,7 +54,7 @@ class SelectionMeter:
     def metrics(self, *, unfinished: int, oldest: int) -> dict[str, Value]:
         """Return the metrics of the step, and report a bias when there is one.
 
-        unfinished: prompts in flight. oldest: versions since the admission of the prompt that waits longest.
+        unfinished: number of prompts in flight. oldest: versions since the admission of the oldest of them.
         """
         kept = [values for trained, values in self._seen if trained]
         every = [values for _, values in self._seen]
@@ -81,7 +81,7 @@ class SelectionMeter:
         if shift is None or every < FEWEST or every - kept < FEWEST // 8 or name in self._warned:
             return
 
-        # Warn beyond the shift that a random choice of as many trajectories would have.
+        # Warn if the shift is larger than a random choice of as many trajectories would give.
         if abs(shift) > max(SHIFT, SIGMAS * sqrt(1 / kept - 1 / every)):
             self._warned.add(name)
             self._event("selection_bias", quantity=name, shift=round(shift, 3), trained=kept, generated=every)
@@ -95,7 +95,7 @@ class SelectionMeter:
 
 
 def _shift(kept: list[float], every: list[float]) -> float | None:
-    """Compute the shift of the module docstring; 0 when all values are equal, None when `kept` is empty.
+    """Compute the module docstring's shift; 0 when all values are equal, None when `kept` is empty.
 
     >>> _shift([1.0, 1.0], [1.0, 1.0, 3.0, 3.0])
     -1.0

@@ -1,12 +1,12 @@
-"""The staleness gate: when the n-th group may start; and which part of a group may still be trained.
+"""The staleness gate decides when the n-th group may start, and which part of a group may be trained.
 
 Let `works` be the number of groups that were admitted and have not ended, and S = max_staleness. The gate is
-open while works < (S + 1) * groups_per_step. When groups are trained in admission order, `groups_per_step` to
-a step, at most S steps pass between the admission of a group and the step that trains it, even if others are
-dropped. This bounds the staleness of every one of its tokens (pipeline.stale=wait).
+open while works < (S + 1) * groups_per_step. When groups are trained in admission order, `groups_per_step` in
+each step, at most S steps pass between the admission of a group and the step that trains it, even if other
+groups are dropped. This bounds the staleness of each of its tokens (pipeline.stale=wait).
 
-Waits: the controller's rolling task, in `wait_for_slot`. Wakes: `set_version`, after weights were
-published, and `release_slot`.
+The controller's rollout task waits in `wait_for_slot`. `set_version`, called after weights were published,
+and `release_slot` wake it.
 Invariant (in admission order): max over trained tokens of (trainer version - token version) <= max_staleness.
 """
 
@@ -19,10 +19,10 @@ from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 
 class StalenessGate:
-    """Admission by version; max_staleness is in optimizer steps, 0 is synchronous.
+    """Admits groups by version. max_staleness: in optimizer steps; 0 is synchronous.
 
-    groups_per_step: groups that a step trains. ahead: groups admitted for each step, some of which may end
-    untrained (default: as many as are trained). skipped: groups that ended without being trained.
+    groups_per_step: number of groups that a step trains. ahead: number of groups admitted for each step, some
+    of which may end untrained (default: groups_per_step). skipped: groups that ended without being trained.
     limit: total number of groups that may be admitted, not counting the skipped ones.
     """
 
@@ -57,7 +57,7 @@ class StalenessGate:
         return within and counted - self.version * self.groups_per_step < self._capacity
 
     async def wait_for_slot(self, index: int) -> None:
-        """Return once group `index` may start."""
+        """Wait until group `index` may start."""
         async with self._advanced:
             await self._advanced.wait_for(lambda: self.is_open(index))
 
@@ -68,7 +68,7 @@ class StalenessGate:
             self._advanced.notify_all()
 
     async def release_slot(self) -> None:
-        """Record that a group ended untrained: another one may be admitted instead."""
+        """Record that a group ended untrained, so that another one may be admitted."""
         async with self._advanced:
             self._skipped += 1
             self._advanced.notify_all()
@@ -81,10 +81,10 @@ def too_stale(trajectory: Trajectory, version: int, max_staleness: int) -> bool:
 
 
 def fresh_part(group: Group, version: int, max_staleness: int) -> tuple[Group | None, list[Trajectory]]:
-    """Return the part of a group trainable at `version`, and the complete trajectories that are too stale.
+    """Return the part of a group that can be trained at `version`, and the complete trajectories too stale.
 
-    The part is None when fewer than two complete trajectories remain, as these have no advantage; then all
-    complete trajectories are returned as lost. Masked trajectories stay in the group.
+    The part is None if fewer than two complete trajectories remain, because they would have no advantage;
+    then all complete trajectories are returned as too stale. Masked trajectories stay in the group.
     """
     complete = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
     stale = [t for t in complete if too_stale(t, version, max_staleness)]

@@ -1,4 +1,4 @@
-"""Records how a run was started: a line of `starts.jsonl` for every start, with all that a restart needs."""
+"""Records how a run was started: `starts.jsonl` has a line for every start, with all data for a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIT_S = 10.0
 
 
 def record_start(run_dir: Path) -> dict[str, Any]:
-    """Append this start to `starts.jsonl` of a run directory, and return it."""
+    """Append this start to `starts.jsonl` of a run directory, and return its record."""
     packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -42,9 +42,9 @@ def record_start(run_dir: Path) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the commit of the git checkout that a folder is in, "+" appended if files were changed.
+    """Return the commit of the git checkout that a folder is in, with "+" if files were changed.
 
-    None without git, outside of a checkout, and where another user owns it.
+    Returns None without git, outside of a checkout, or if another user owns the checkout.
     """
 
     def git(*words: str) -> str | None:
@@ -64,5 +64,5 @@ def commit_of(folder: Path) -> str | None:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container without this user
+    except (KeyError, OSError):  # in a container without this user
         return str(os.getuid())

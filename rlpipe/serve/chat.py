@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests in, answers and streams out."""
+"""OpenAI's chat completions: parses requests, builds answers and streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlpipe.serve.requests import (
 
 MAX_TOKENS = 1 << 30
 MAX_ALTERNATIVES = 20
-# What the run decides, with the values that ask for nothing.
+# Settings that the run determines, with the values that request nothing special.
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (),
     "top_p": (1,),
@@ -35,7 +35,7 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 def request_of(body: Mapping[str, Any]) -> ChatRequest:
-    """Return the request of a body. Raises ApiError."""
+    """Parse a request from a body. Raises ApiError."""
     form = body.get("response_format")
     if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
         raise ApiError(
@@ -66,7 +66,7 @@ def chosen_tools(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[d
 
 
 def overridden(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of sampling settings in a body that are ignored, because the run sets them."""
+    """Return the names of sampling settings in a body that are ignored because the run sets them."""
     return tuple(
         name
         for name, neutral in _SAMPLING.items()
@@ -75,7 +75,7 @@ def overridden(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def answer(replies: list[Reply], body: Mapping[str, Any], name: str, created: int) -> dict[str, Any]:
-    """Return the answer to a request. name: of the answer."""
+    """Return the answer to a request. name: id of the answer."""
     choices = [
         {
             "index": index,
@@ -95,7 +95,7 @@ def answer(replies: list[Reply], body: Mapping[str, Any], name: str, created: in
 def events(
     replies: list[Reply], body: Mapping[str, Any], name: str, created: int
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the chunks of a streamed answer, as (name of the event, data); names are empty."""
+    """Yield the chunks of a streamed answer as (event name, data); the names are empty."""
     head = _head(body, name, created) | {"object": "chat.completion.chunk"}
 
     def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> Any:

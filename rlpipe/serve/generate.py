@@ -1,4 +1,4 @@
-"""Token ids in and out: vLLM's `/inference/v1/generate`, which renderers and verifiers call."""
+"""vLLM's `/inference/v1/generate`, which takes and returns token ids (for renderers and verifiers)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.serve.session import Session
 
 
 async def reply_to(session: Session, body: Mapping[str, Any]) -> Reply:
-    """Generate the turn that a body asks for. Raises ApiError."""
+    """Generate the turn that a body requests. Raises ApiError."""
     if any(body.get(name) not in (None, []) for name in ("features", "content_parts")):
         raise ApiError(400, "features and content_parts are not supported: this model reads text only.")
     sampling = {} if body.get("sampling_params") is None else body["sampling_params"]
@@ -30,7 +30,7 @@ async def reply_to(session: Session, body: Mapping[str, Any]) -> Reply:
 
 
 def answer(reply: Reply, name: str) -> dict[str, Any]:
-    """Return the answer: the sampled ids, each with its logprob."""
+    """Return the answer: the sampled ids with their logprobs."""
     ids = reply.ids.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": float(logprob), "bytes": None, "top_logprobs": []}
@@ -47,7 +47,7 @@ def answer(reply: Reply, name: str) -> dict[str, Any]:
 
 
 def _ids(value: Any, where: str, least: int = 1) -> list[int]:
-    """Return token ids. Raises ApiError."""
+    """Return a list of token ids. Raises ApiError for anything else."""
     ids = list_of(value, where)
     if len(ids) < least or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
         raise ApiError(400, f"{where} must hold token ids, {least} or more.")

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests in, answers and streams out."""
+"""Anthropic's messages: parses requests, builds answers and streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ERRORS = {
 
 
 def request_of(body: Mapping[str, Any]) -> ChatRequest:
-    """Return the request of a body. Raises ApiError."""
+    """Parse a request from a body. Raises ApiError."""
     messages: list[Message] = []
     if system := text_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
@@ -70,7 +70,7 @@ def answer(replies: list[Reply], body: Mapping[str, Any], name: str, created: in
 def events(
     replies: list[Reply], body: Mapping[str, Any], name: str, created: int
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the events of a streamed answer, as (name of the event, data)."""
+    """Yield the events of a streamed answer as (event name, data)."""
 
     def named(kind: str, **fields: Any) -> tuple[str, Any]:
         return kind, {"type": kind, **fields}
@@ -79,7 +79,7 @@ def events(
     empty = _usage(reply) | {"output_tokens": 0}
     yield named("message_start", message=_head(reply, body, name) | {"content": [], "usage": empty})
 
-    # A turn arrives all at once, so each block has one delta.
+    # A turn is sent only when it is complete, so each block has one delta.
     for index, block in enumerate(_blocks(reply)):
         if block["type"] == "text":
             start, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -112,7 +112,7 @@ def _function(tool: Any) -> dict[str, Any]:
 
 
 def _messages_of(given: Any) -> list[Message]:
-    """Return the chat messages of one message: results of tools are messages of their own."""
+    """Return the chat messages for one message; each tool result becomes a separate message."""
     if not isinstance(given, Mapping):
         return [message_of(given)]
     role, content = given.get("role"), given.get("content")

@@ -1,8 +1,8 @@
 """The OpenAPI document of the endpoint: the requests that it answers, and the content of each answer.
 
-Served at /openapi.json. Owns only the description: `requests` and the dialects read bodies and build answers.
-Fields that are not named here are ignored. In a test Schemathesis compares the two: a request that a schema
-refuses is answered by 400, and every answer matches its schema.
+Served at /openapi.json. Owns only the description: `requests` and the dialects parse bodies and build
+answers. Fields that are not named here are ignored. A test with Schemathesis checks that a request that
+violates its schema gets status 400, and that every answer matches its schema.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _either(*schemas: Schema) -> Schema:
 
 
 def _only_text() -> Schema:
-    """The one format of answers that leaves the model free to sample."""
+    """Schema of the only answer format that does not constrain sampling."""
     return _either(_NULL, _object({"type": _one_of("text")}))
 
 
@@ -243,7 +243,7 @@ def _answers() -> dict[str, Schema]:
 
 
 def document() -> dict[str, Any]:
-    """Return the document, by version 3.1 of OpenAPI."""
+    """Return the document, in OpenAPI 3.1."""
     posts = {
         "/v1/chat/completions": ("Chat completions of OpenAI.", "ChatRequest", "Chat"),
         "/v1/responses": ("Responses of OpenAI; nothing is stored.", "ResponsesRequest", "Response"),
@@ -284,10 +284,10 @@ def document() -> dict[str, Any]:
 
 
 def _operation(title: str, answer: str, *, request: str = "", open_to_all: bool = False) -> dict[str, Any]:
-    """Describe an operation by the names of its schemas. request: the body's; empty for a GET."""
+    """Describe an operation by the names of its schemas. request: schema of the body; empty for a GET."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if request and request != "GenerateRequest":
-        # Of each event. The data are JSON, and at the end of chat completions "[DONE]".
+        # Schema of each event. The data are JSON or, at the end of chat completions, "[DONE]".
         content["text/event-stream"] = {"schema": _object({"data": _TEXT}, {"event": _TEXT})}
     statuses = {} if open_to_all else _REFUSED | _RETRY if request else {401: _REFUSED[401]}
     failed = {"content": {"application/json": {"schema": _ref("Error")}}}

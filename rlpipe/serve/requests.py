@@ -1,7 +1,7 @@
 """The common form of all dialects: messages, requests, replies, errors.
 
-Owns the form of a message: a role, a text and tool calls. Other fields that a client sends in a message
-(annotations, refusals that are null) are not part of a conversation and are dropped.
+Owns the form of a message: a role, a text and tool calls. Other fields in a client's message (annotations,
+refusals that are null) are not part of a conversation and are dropped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ApiError(Exception):
 class ChatRequest:
     """One request for turns of a conversation.
 
-    messages: as `message_of` returns them. tools: OpenAI's schemas. n: number of alternative turns.
-    max_tokens: limit of each (None: the run's limit). stop: texts that end a turn. top_logprobs: number of
+    messages: results of `message_of`. tools: OpenAI's schemas. n: number of alternative turns. max_tokens:
+    limit of each turn (None: the run's limit). stop: texts that end a turn. top_logprobs: number of
     alternatives to return with each token. overridden: settings of the client that are ignored because the
     run sets them, such as temperature.
     """
@@ -49,7 +49,7 @@ class ChatRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A tool call of a turn; arguments as JSON text."""
+    """A tool call in a turn; arguments: JSON text."""
 
     id: str
     name: str
@@ -60,9 +60,9 @@ class Call:
 class Reply:
     """One turn.
 
-    content: its text without calls. finish: "stop", "length" or "tool_calls". ids, logprobs: of its tokens,
-    its stop token included; texts: of each token; top: [(text, logprob), ...] of each. prompt_tokens: number
-    of tokens before the turn. cached_tokens: number of these that were recorded before.
+    content: text without calls. finish: "stop", "length" or "tool_calls". ids, logprobs: one for each token,
+    including the stop token. texts: text of each token. top: [(text, logprob), ...] for each token.
+    prompt_tokens: number of tokens before the turn. cached_tokens: how many of these were recorded before.
     """
 
     content: str
@@ -77,7 +77,7 @@ class Reply:
 
 
 def message_of(given: Any, where: str = "messages") -> Message:
-    """Return a chat message in the form that templates read. Raises ApiError for anything else.
+    """Return a chat message in the form that templates expect. Raises ApiError for anything else.
 
     >>> message_of({"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "name": None})
     {'role': 'system', 'content': 'Be brief.'}
@@ -128,12 +128,12 @@ def list_of(value: Any, where: str) -> Sequence[Any]:
 
 
 def list_or_empty(body: Mapping[str, Any], name: str, where: str = "") -> Sequence[Any]:
-    """Return a field that is a list, null or left out. Raises ApiError for anything else."""
+    """Return a field that is a list, null or absent. Raises ApiError for anything else."""
     return [] if body.get(name) is None else list_of(body[name], f"{where}{name}")
 
 
 def flag_of(body: Mapping[str, Any], name: str) -> bool:
-    """Return a field that is true, false, null or left out. Raises ApiError for anything else."""
+    """Return a field that is true, false, null or absent. Raises ApiError for anything else."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise ApiError(400, f"{name}={json.dumps(value)[:50]} must be true or false.")
@@ -178,7 +178,7 @@ def tools_of(given: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def stops_of(given: Any) -> tuple[str, ...]:
-    """Return the texts that end a turn: one, or a list. Raises ApiError for anything else."""
+    """Return the texts that end a turn, from one text or a list. Raises ApiError for anything else."""
     stops = [] if given is None else [given] if isinstance(given, str) else list_of(given, "stop")
     if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > MAX_STOPS:
         raise ApiError(400, f"stop must be at most {MAX_STOPS} texts that are not empty.")
@@ -186,7 +186,7 @@ def stops_of(given: Any) -> tuple[str, ...]:
 
 
 def _call_of(given: Any, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as templates read it."""
+    """Return a tool call with its arguments as an object, as templates expect."""
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ApiError(
@@ -194,7 +194,7 @@ def _call_of(given: Any, where: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # A model may have written anything: what is no object stays the text that it is.
+        # A model may have written anything: arguments that are not a JSON object stay text.
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
     return {

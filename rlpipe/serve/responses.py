@@ -1,4 +1,4 @@
-"""OpenAI's responses without features that need stored state: requests in, answers and streams out."""
+"""OpenAI's responses without stored state: parses requests, builds answers and streams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATE = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def request_of(body: Mapping[str, Any]) -> ChatRequest:
-    """Return the request of a body. Raises ApiError."""
+    """Parse a request from a body. Raises ApiError."""
     if kept := [name for name in _STATE if body.get(name) is not None and body[name] is not False]:
         raise ApiError(400, f"{kept[0]} is not supported: send the whole conversation as input.")
 
@@ -68,7 +68,7 @@ def answer(replies: list[Reply], body: Mapping[str, Any], name: str, created: in
 def events(
     replies: list[Reply], body: Mapping[str, Any], name: str, created: int
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the events of a streamed answer, as (name of the event, data)."""
+    """Yield the events of a streamed answer as (event name, data)."""
     (reply,) = replies
     for number, (kind, fields) in enumerate(_events(reply, body, name, created)):
         yield kind, {"type": kind, "sequence_number": number, **fields}
@@ -77,7 +77,7 @@ def events(
 def _events(
     reply: Reply, body: Mapping[str, Any], name: str, created: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of an answer: each item is announced, filled by one delta, and ended."""
+    """Yield the events of an answer; each item has a start, one delta, and an end."""
     done = _response(reply, body, name, created)
     started = done | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield "response.created", {"response": started}
@@ -107,7 +107,7 @@ def _events(
 
 
 def _add(messages: list[Message], item: Any) -> None:
-    """Add an item of the input; calls belong to the assistant's message before them. Raises ApiError."""
+    """Add an input item to the messages; calls join the assistant's message before. Raises ApiError."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "function_call":
         call = {"id": item.get("call_id"), "function": item}
@@ -126,7 +126,7 @@ def _add(messages: list[Message], item: Any) -> None:
 
 
 def _items(reply: Reply, name: str) -> list[dict[str, Any]]:
-    """Return the items of an answer: its text, if there is one, then its calls."""
+    """Return the items of an answer: its text, if any, then its calls."""
     items: list[dict[str, Any]] = []
     if reply.content or not reply.calls:
         part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}

@@ -1,4 +1,4 @@
-"""The HTTP side: one server of a rollout worker, keys, limits, and the routes to the dialects.
+"""The HTTP server of a rollout worker: keys, limits, and routes to the dialects.
 
     key of an attempt: `Authorization: Bearer KEY`, `x-api-key: KEY`, or the path /session/KEY/...
     POST /v1/chat/completions, /v1/responses, /v1/messages, /inference/v1/generate
@@ -6,9 +6,9 @@
 
 A key is made for each attempt and is valid until the attempt ends. A request that cannot be answered gets an
 error in the form of its dialect: 400 malformed, or beyond a limit of the attempt; 401 no key of a running
-attempt; 408 not sent in time; 413 too large; 429 too many at once; 503 the engine failed. Streams begin at
-once and are kept alive while a turn is generated, but a turn arrives all at once. A client that disconnects
-ends its request.
+attempt; 408 not sent in time; 413 too large; 429 too many concurrent requests; 503 the engine failed. Streams
+begin at once and are kept alive while a turn is generated, but a turn is sent only when it is complete. If a
+client disconnects, its request ends.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rlpipe.serve.requests import ApiError, flag_of
 from rlpipe.serve.session import Session
 
 MAX_BODY = 32 << 20  # bytes
-READ_S = 60.0  # for a body to arrive
-_PING_S = 5.0  # between two signs of life of a stream
+READ_S = 60.0  # time limit for receiving a body
+_PING_S = 5.0  # interval of the signals that keep a stream alive
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class AgentServer:
-    """Implements `rlpipe.rollout.agents.AgentEndpoint`; listens from the first attempt on.
+    """Implements `rlpipe.rollout.agents.AgentEndpoint`; starts to listen with the first attempt.
 
-    host: address to listen at. parser: the syntax in which the model writes tool calls.
+    host: address to listen on. parser: parses the model's syntax for tool calls.
     """
 
     def __init__(self, host: str, parser: ToolParser) -> None:
@@ -62,7 +62,7 @@ class AgentServer:
         loop = asyncio.get_running_loop()
 
         async def answer_at(listener: socket) -> None:
-            # The agent runs in another loop than this server.
+            # Agents run in another loop than this server.
             answering = asyncio.run_coroutine_threadsafe(self._answer_at(listener, listeners), loop)
             await asyncio.wrap_future(answering)
 
@@ -76,7 +76,7 @@ class AgentServer:
         return session
 
     async def _answer_at(self, listener: socket, listeners: list[asyncio.Server]) -> None:
-        """Answer connections at a listening socket; its server joins `listeners`."""
+        """Answer connections on a listening socket; the server for it is added to `listeners`."""
         assert self._runner is not None and self._runner.server is not None, "an attempt is served"
         loop = asyncio.get_running_loop()
         listeners.append(await loop.create_server(self._runner.server, sock=listener))
@@ -105,7 +105,7 @@ class AgentServer:
         self._root_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 
     def _application(self) -> web.Application:
-        """Return the routes; a key may be part of the address, for clients that cannot send one."""
+        """Return the routes; a key may be part of the path, for clients that cannot send headers."""
         app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY)
         for prefix in ("", "/session/{key}"):
             for path, dialect in (
@@ -122,7 +122,7 @@ class AgentServer:
         return app
 
     def _session_of(self, request: web.Request) -> Session:
-        """Return the attempt whose key a request has. Raises ApiError."""
+        """Return the attempt that a request's key belongs to. Raises ApiError."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         named = (request.match_info.get("key"), request.headers.get("x-api-key"), bearer)
         session = next((self._sessions[key] for key in named if key in self._sessions), None)
@@ -163,7 +163,7 @@ class AgentServer:
         return web.json_response(generate.answer(reply, secrets.token_hex(12)))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        """List the one model, with the limit that agents read to shorten their history."""
+        """List the only model, with the context limit that agents need to shorten their history."""
         limit = self._session_of(request).max_context
         model = {
             "id": "policy",
@@ -176,7 +176,7 @@ class AgentServer:
 
 
 class _Stream:
-    """Server-sent events: alive while a turn is generated, then its events."""
+    """Server-sent events: keeps the connection alive while a turn is generated, then sends its events."""
 
     def __init__(self, request: web.Request, dialect: ModuleType) -> None:
         self._request, self._dialect = request, dialect
@@ -184,7 +184,7 @@ class _Stream:
     async def send(
         self, work: asyncio.Future[Any], events: Callable[[Any], Iterator[tuple[str, Any]]]
     ) -> web.StreamResponse:
-        """Send the events of the result of `work`. An error before the first event keeps its HTTP status."""
+        """Send the events for the result of `work`. An error before the first event keeps its HTTP status."""
         await asyncio.wait({work}, timeout=_PING_S)
         if work.done() and work.exception() is not None:
             return await work

@@ -1,17 +1,17 @@
-"""One attempt of an agent: its requests, and the conversations that they form, token for token.
+"""One attempt of an agent: its requests, and the exact tokens of the conversations that they form.
 
     request -> plan: which recorded turn does it continue? -> generate -> record -> reply
 
 A turn is recorded with the ids that the engine sampled, and never encoded again. A request continues a
-recorded turn if its messages begin with the recorded ones, and if the chat template renders the conversation
-exactly as the recorded tokens; then only the text after them is encoded. Any other request (an edited or
-compacted history, a retry, a parallel request, a template that drops earlier thinking) begins a further
-segment of the trajectory; recorded tokens that it repeats are its context. `drift` counts the requests that
-send turns back but do not continue the last one.
+recorded turn if its messages begin with the recorded messages, and if the chat template's rendering begins
+with the recorded text; then only the text after it is encoded. Any other request (an edited or compacted
+history, a retry, a parallel request, a template that drops earlier thinking) begins a new segment of the
+trajectory; recorded tokens that it repeats are its context. `drift` counts the requests that contain turns
+but do not continue the last one.
 
-Invariants: tokens of a segment are those of its requests' prompts, in order; every sampled token counts as
-sampled in exactly one segment; a turn is continued by at most one request. A request that ends early (its
-client disconnected) records nothing.
+Invariants: a segment has exactly the tokens of its last request's prompt and turn; every sampled token counts
+as sampled in exactly one segment; at most one request continues a turn. A request that ends early (its client
+disconnected) records nothing.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from rlpipe.rollout.turn import Turn, joined, shortened
 from rlpipe.serve.requests import ApiError, Call, ChatRequest, Message, Reply
 from rlpipe.types import FinishReason, GenerateResult, Trajectory
 
-_STOP_SLICE = 32  # tokens between two searches for the texts that end a turn
-MAX_AT_ONCE = 64  # requests of one attempt
-_SHOWN = 300  # characters of a failure in an answer
+_STOP_SLICE = 32  # tokens generated between two searches for stop texts
+MAX_AT_ONCE = 64  # concurrent requests of one attempt
+_SHOWN = 300  # characters of a failure that an answer shows
 
 
 @dataclass(slots=True, kw_only=True)
 class _Recorded:
-    """A turn that was generated: where its tokens are, and how the template reads their content.
+    """A generated turn: the location of its tokens, and the conversation up to its end.
 
-    segment, length: the turn ends at token `length` of `segment`. messages: up to the turn's end, as the
-    model read and wrote them (None: the client sent ids). text: of all tokens, without the turn's stop token.
-    continued: by a request.
+    segment, length: the turn ends at token `length` of `segment`. messages: messages up to the turn's end, as
+    the model read and wrote them (None: the client sent ids). text: text of all tokens, without the turn's
+    stop token. continued: whether a request continues the turn.
     """
 
     segment: int
@@ -61,9 +61,9 @@ class _Recorded:
 class _Plan:
     """The input from which a request generates.
 
-    prompt: ids of everything before the turn. after: the turn that it continues or repeats; None for neither.
-    extends: the segment of that turn continues. messages, text: as of `_Recorded`. keys: of the messages, by
-    their number. segment: the one that gets the turn.
+    prompt: ids of all tokens before the turn. after: the recorded turn that the request continues or repeats,
+    if any. extends: whether the segment of that turn is extended. messages, text: see `_Recorded`. keys: keys
+    of the first 0, 1, 2, ... messages. segment: index of the segment that gets the turn.
     """
 
     prompt: np.ndarray
@@ -78,7 +78,7 @@ class _Plan:
 class Session:
     """Implements `rlpipe.rollout.agents.AgentSession`.
 
-    parser: the syntax of tool calls. on_close: called when no further request is served.
+    parser: parses tool calls. on_close: called when no further request is served.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Session:
         self.failure: BaseException | None = None
         self._attempt, self._chat, self._parser = attempt, attempt.chat, parser
         self._segments: dict[int, Trajectory] = {}
-        self._opened = 0  # segments with a number; an abandoned segment stays empty
+        self._opened = 0  # segments that have a number; an abandoned segment stays empty
         self._by_key: dict[str, list[_Recorded]] = defaultdict(list)
         self._turns: list[_Recorded] = []
-        self._seen: Counter[str] = Counter()  # requests by their prompt
+        self._seen: Counter[str] = Counter()  # number of requests by prompt
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._counts: Counter[str] = Counter(requests=0, drift=0)
@@ -106,7 +106,7 @@ class Session:
 
     @property
     def max_context(self) -> int:
-        """Tokens of one conversation."""
+        """Limit of one conversation in tokens."""
         return self._attempt.max_context
 
     # ---- requests ----
@@ -134,7 +134,7 @@ class Session:
             return self._reply(plan, result, ParsedTurn(calls=(), content=self.texts[-1]), [], request)
 
     async def close(self) -> None:
-        """Refuse further requests, end those that run, and write everything recorded to the trajectory."""
+        """Refuse further requests, end running ones, and write all recorded data to the trajectory."""
         if self._closed:
             return
 
@@ -155,7 +155,7 @@ class Session:
 
     @contextmanager
     def _admitted(self, turns: int) -> Iterator[None]:
-        """Count the turns of a request, and make `close` end it. Raises ApiError when it is one too many."""
+        """Count the turns of a request, and make `close` end it. Raises ApiError if a limit is exceeded."""
         if self._closed:
             raise ApiError(401, "the attempt of this key has ended.", "session_ended")
         if self.failure is not None:
@@ -183,7 +183,7 @@ class Session:
         raw = self._chat.decode(result.output_ids.tolist())
         parsed, calls = self._parsed(raw, request)
 
-        # The message comes back from the client in this form.
+        # The client will send the message back in this form.
         reply: Message = {"role": "assistant", "content": parsed.content}
         if calls:
             reply["tool_calls"] = [
@@ -193,7 +193,7 @@ class Session:
         return self._reply(plan, result, parsed, calls, request)
 
     def _parsed(self, raw: str, request: ChatRequest) -> tuple[ParsedTurn, list[Call]]:
-        """Return a turn as the client gets it, cut at a text that ends it, and its tool calls."""
+        """Return a turn as the client gets it, cut at a stop text, and its tool calls."""
         if stops := [at for stop in request.stop if (at := raw.find(stop)) >= 0]:
             raw = raw[: min(stops)]
 
@@ -204,7 +204,7 @@ class Session:
         try:
             parsed = parse_turn(raw, self._parser)
         except MalformedCall:
-            # The client sees what was written, as with any server.
+            # The client gets the malformed text, as from any server.
             self._counts["malformed_calls"] += 1
             return plain, []
 
@@ -218,12 +218,12 @@ class Session:
     # ---- which turn does a request continue? ----
 
     def _plan(self, request: ChatRequest) -> _Plan:
-        """Find the recorded turn that a request continues, and claim it. Raises ApiError."""
+        """Plan a request: find the recorded turn that it continues, and claim it. Raises ApiError."""
         messages, tools = self._chat.harmless(request.messages), self._chat.harmless(request.tools)
         keys = _keys(request.messages, tools)
         text = self._rendered(messages, tools)
 
-        # The longest beginning of the messages that ends with a recorded turn.
+        # Find the longest prefix of the messages that ends with a recorded turn.
         known = next((k for k in range(len(keys) - 2, 0, -1) if keys[k] in self._by_key), 0)
         plan = None
         if known:
@@ -231,7 +231,7 @@ class Session:
             turn = next((turn for turn in turns if not turn.continued), turns[0])
             plan = self._continued(turn, messages, tools, keys=keys, text=text)
 
-        # A client that kept the history continues the last turn of the assistant.
+        # A client that did not change the history continues the assistant's last turn.
         spoken = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
         if spoken and (plan is None or known < spoken[-1]):
             self._counts["drift"] += 1
@@ -251,11 +251,11 @@ class Session:
         keys: list[str],
         text: str,
     ) -> _Plan | None:
-        """Return the plan that continues a turn; None if the template does not write the recorded text.
+        """Return the plan that continues a turn; None if the template does not render the recorded text.
 
-        messages, text: the conversation as the client sends it, and its rendered text. After the recorded
-        turn, both renderings must agree: a template may write the turn's calls in another way, but nothing
-        else.
+        messages, text: the conversation as the client sends it, and its rendered text. The template may
+        render the client's version of the recorded turn differently (its calls), but the text after the turn
+        must be equal.
         """
         if turn.messages is None:
             return None
@@ -270,7 +270,7 @@ class Session:
         return self._planned(prompt, turn, messages=recorded, text=rendered, keys=keys)
 
     def _plan_tokens(self, ids: np.ndarray) -> _Plan:
-        """Find the longest recorded text that token ids begin with. Raises ApiError."""
+        """Plan a request of token ids: find the longest recorded prefix. Raises ApiError."""
         before = [
             t for t in self._turns if t.length < len(ids) and np.array_equal(self._ids_of(t), ids[: t.length])
         ]
@@ -300,7 +300,7 @@ class Session:
                 "context_length_exceeded",
             )
 
-        # A turn that another request has continued is only context here: a further segment begins.
+        # If another request has continued the turn, it is only context here: a new segment begins.
         extends = after is not None and not after.continued
         if after is not None and extends:
             after.continued = True
@@ -319,15 +319,15 @@ class Session:
         )
 
     def _rendered(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        """Return a conversation as the template writes it. Raises ApiError where it refuses to."""
+        """Return a conversation as the template writes it. Raises ApiError if the template refuses it."""
         try:
             if tools and (names := json.dumps(tools)) not in self._checked_tools:
                 self._chat.check_tools(tools)
                 self._checked_tools.add(names)
             text = self._chat.rendered(messages, tools)
-            text.encode()  # half a surrogate pair, in whatever field, is no text
+            text.encode()  # half a surrogate pair, in any field, is not valid text
             return text
-        except Exception as error:  # templates raise errors of jinja, and of Python where a field is missing
+        except Exception as error:  # templates raise errors of jinja and, if a field is missing, of Python
             reason = f"{type(error).__name__}: {str(error)[:_SHOWN]}"
             raise ApiError(400, f"the model's chat template refuses this conversation: {reason}") from error
 
@@ -342,11 +342,11 @@ class Session:
     async def _generate(
         self, plan: _Plan, request: ChatRequest, stop_token_ids: Sequence[int]
     ) -> GenerateResult:
-        """Generate the turn of a plan. Raises ApiError when the engine fails, and gives the claim back."""
+        """Generate the turn of a plan. If the engine fails, release the claim and raise ApiError."""
         attempt, prompt = self._attempt, plan.prompt
         budget = min(attempt.max_new_tokens, attempt.max_context - len(prompt), request.max_tokens or 1 << 30)
 
-        # Alternatives to one prompt have seeds of their own, in whatever order requests arrive.
+        # Alternatives for one prompt have different seeds, which do not depend on the order of requests.
         name = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
         self._seen[name] += 1
         turn = Turn(
@@ -372,7 +372,7 @@ class Session:
             raise ApiError(503, f"the engine failed: {str(error)[:_SHOWN]}", "engine_failed") from error
 
     async def _generate_until(self, turn: Turn, stops: Sequence[str]) -> GenerateResult:
-        """Generate a turn in slices, up to the token that completes one of some texts."""
+        """Generate a turn in slices, up to the token that completes a stop text."""
         result: GenerateResult | None = None
         while True:
             done = 0 if result is None else len(result.output_ids)
@@ -391,7 +391,7 @@ class Session:
                 return result
 
     def _end_at(self, ids: list[int], stops: Sequence[str], start: int) -> int:
-        """Return the number of tokens with which one of some texts is complete; 0 if none is."""
+        """Return the number of tokens that complete a stop text; 0 if none is complete."""
         if not any(stop in self._chat.decode(ids) for stop in stops):
             return 0
         return next(
@@ -401,12 +401,12 @@ class Session:
         )
 
     def _give_back(self, plan: _Plan) -> None:
-        """Let another request continue the turn that a plan had claimed."""
+        """Release a plan's claim, so that another request can continue the turn."""
         if plan.after is not None and plan.extends:
             plan.after.continued = False
 
     def _record(self, plan: _Plan, result: GenerateResult, raw: str, key: str = "") -> None:
-        """Append a turn to the segment of its plan. raw: its text. key: of all messages."""
+        """Append a turn to the segment of its plan. raw: its text. key: key of all messages."""
         attempt, trajectory = self._attempt, self._attempt.trajectory
         segment = self._segments.get(plan.segment)
         if segment is None:
@@ -418,15 +418,15 @@ class Session:
             )
             self._segments[plan.segment] = segment
 
-        # The tokens between the last turn and this one.
+        # Append the tokens between the last turn and this one.
         segment.append_context(plan.prompt[len(segment.token_ids) :])
 
-        # Alternatives that only the client asked for are not part of the record.
+        # Do not record alternatives that only the client requested.
         top = result.top_logprobs and [each[: attempt.top_logprobs] for each in result.top_logprobs]
         segment.append_sampled(replace(result, top_logprobs=top if attempt.top_logprobs else None))
         self.cut |= result.finish_reason is FinishReason.LENGTH
 
-        # By these a later request finds the turn: the text as the model wrote it, the key as clients see it.
+        # A later request finds the turn by the text as the model wrote it, or by the key as clients see it.
         messages = None if plan.messages is None else [*plan.messages, {"role": "assistant", "content": raw}]
         turn = _Recorded(
             segment=plan.segment, length=len(segment.token_ids), messages=messages, text=plan.text + raw
@@ -462,7 +462,7 @@ class Session:
 
 
 def _keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a key of the first 0, 1, 2, ... messages; equal keys mean equal conversations."""
+    """Return keys of the first 0, 1, 2, ... messages; equal keys mean equal conversations."""
     keys = [_key("", {"tools": tools})]
     for message in messages:
         keys.append(_key(keys[-1], message))
@@ -470,7 +470,7 @@ def _keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[
 
 
 def _key(before: str, message: Message) -> str:
-    """Return the key of a conversation plus one message, without ids of calls, which the server makes."""
+    """Return the key of a conversation plus one message; ids of calls, made by the server, do not count."""
     if message.get("tool_calls"):
         message = {**message, "tool_calls": [call["function"] for call in message["tool_calls"]]}
     text = json.dumps([before, message], sort_keys=True)

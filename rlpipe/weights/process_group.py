@@ -59,7 +59,7 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """True when it was left, also by a trainer that stops and ends all groups of its process."""
+        """Whether the group has ended, possibly by a trainer that ends all groups when it stops."""
         return self._left or (self._group is not None and self._group not in c10d._world.pg_map)
 
     def join(self) -> Future[None]:
@@ -67,7 +67,7 @@ class Group:
         return _on_thread(self._join)
 
     def broadcast(self, flat: torch.Tensor) -> Future[None]:
-        """Start sending; done when every rank has the bytes, and not before: the device is queried."""
+        """Start to send; the future is done only when every rank has the bytes: the device is queried."""
         return _on_thread(self._broadcast, flat)
 
     def leave(self) -> Future[None]:

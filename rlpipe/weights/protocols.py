@@ -60,7 +60,7 @@ class ExportsDraft(Protocol):
     """The trainer of a draft that is not part of the trained model."""
 
     def export_weights(self) -> dict[str, torch.Tensor]:
-        """Return all weights of the draft by the names under which they travel with the target's."""
+        """Return all weights of the draft under the names with which they are sent with the target's."""
         ...
 
 

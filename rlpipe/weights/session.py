@@ -127,7 +127,7 @@ class WeightSession:
 
     @contextlib.contextmanager
     def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-        """Write `weights` as a Hugging Face directory, a separate draft into its `draft`; removed at exit."""
+        """Write `weights` as an HF directory, with a separate draft in its `draft`; removed at exit."""
         folder = self._folder / f"sglang-weights-{uuid.uuid4().hex[:8]}"
         target, draft = self._split(weights)
         write_checkpoint(folder, target, like=self.model_path)

@@ -122,7 +122,7 @@ class WeightSync:
 
     @property
     def pads(self) -> bool:
-        """True when the server pads tensors, which changes fingerprints; only `checksums` allows for it."""
+        """Whether the server pads tensors, which changes fingerprints; only `checksums` considers it."""
         return self._padded_channels > 0
 
     def _expected_parts(self, rank: int) -> dict[str, canary.Parts]:

@@ -123,7 +123,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes: Sequence[int]) -> None:
-    """Write elements to their positions: of each tensor positions [k] int32, ascending, and values [k].
+    """Write elements to their positions. pairs: per tensor positions [k] int32, ascending, and values [k].
 
     sizes: number of elements that each tensor must have. A tensor with another size is skipped, because an
     exception would end the server; the check then reports it.
