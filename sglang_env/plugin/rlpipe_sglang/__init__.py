@@ -1,18 +1,19 @@
-"""What rlpipe changes inside an SGLang server, on a CPU and on a GPU.
+"""rlpipe's changes inside an SGLang server, on a CPU and on a GPU.
 
     plugin.py   the entry point that SGLang calls in every process: the table of hooks, and the report
-    drafts.py   in a scheduler: drafts from logits, which are kept as their law
+    drafts.py   in a scheduler: samples drafts from logits, and keeps the logits for verification
     verify.py   in a scheduler: rejection sampling from logits
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
-    ranks.py    in a scheduler: ranks of a server compare what runs in them, before the first request
-    in_flight.py  in a scheduler: the step in flight when new weights come keeps the version that made it
-    width.py    in a scheduler, where spec.adaptive=true: how many tokens each step drafts
-    attention.py  in a scheduler on a CPU: attention from the queries of a step alone
-    cpu.py      on a CPU: processes are forked; in a scheduler, what DeepSeek-V3 and drafts of mixtures need
-    routes.py   in a scheduler: memory for the experts that read each token, on a CPU
-    model_files in a scheduler: only the file of the served model is imported
-    pack.py     in the HTTP process: both as packed float32 in the answer
+    ranks.py    in a scheduler: before the first request, checks that all ranks of a server run the same code
+    in_flight.py  in a scheduler: takes the result of the running step before a weight update begins width.py
+    in a scheduler, with spec.adaptive=true: chooses how many tokens each step drafts attention.py  in a
+    scheduler on a CPU: attention only for the queries of a step
+    cpu.py      on a CPU: forks processes; in a scheduler, additions for DeepSeek-V3 and drafts of MoE models
+    routes.py   in a scheduler on a CPU: memory for each token's experts
+    model_files in a scheduler: imports only the file of the served model
+    pack.py     in the HTTP process: packs entropies and log-probabilities as float32 in the answer
 
-Travels with rlpipe: a server finds this folder on its PYTHONPATH. Imports nothing of rlpipe, which the
-server's environment does not have.
+It is a part of rlpipe: a server has this folder on its PYTHONPATH. It does not import rlpipe, which the
+server's environment does not have. In docstrings of hooks, "Around `f`" means that the hook replaces SGLang's
+function f and gets it as `original`; "After `f`" means that the hook is called after f, with f's result.
 """

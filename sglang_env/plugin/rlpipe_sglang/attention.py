@@ -1,8 +1,8 @@
-"""Attention of SGLang's `torch_native` backend, which serves CPUs, from the queries of a step alone.
+"""Faster attention for SGLang's `torch_native` backend on CPUs: it computes only the queries of a step.
 
-SGLang takes one request at a time, pads its queries to the whole context and attends from all positions, of
-which a verify step reads the last gamma + 1. Here queries meet keys of their own request's context up to
-their own position, as there, and requests of like lengths are attended to together.
+SGLang processes one request at a time, pads its queries to the full context and attends from all positions,
+although a verify step needs only the last gamma + 1. Here only real queries attend, to the keys of their
+request up to their position, and requests of similar lengths share a call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-KEYS = 1 << 16  # of one call with more than one request, at most: they are copied
-FEW = 16  # queries of a request in a verify step, at most
+KEYS = 1 << 16  # maximum of keys in a call with several requests, because the keys are copied
+FEW = 16  # maximum of queries of a request in a verify step
 _PLAN = "rlpipe_plan"
 
 
@@ -64,7 +64,7 @@ def decoded(
     sliding_window_size: int | None = None,
     **how: Any,
 ) -> torch.Tensor:
-    """AROUND `_run_sdpa_forward_decode`: one query of each request, at the end of its context."""
+    """Around `_run_sdpa_forward_decode`: attend from one query of each request, at the end of its context."""
     if encoder_lens is not None or sliding_window_size is not None:
         given = query, output, keys, values, slots, requests, lengths, encoder_lens
         return original(backend, *given, sliding_window_size=sliding_window_size, **how)
@@ -76,12 +76,12 @@ def decoded(
 def _attend(
     backend, query, output, keys, values, slots, requests, before, new, *, scaling=None, **_
 ) -> torch.Tensor:
-    """Calls of a pass are found for its first layer; the rest are arguments of `extended`."""
-    shared = query.shape[1] // keys.shape[1]  # heads of queries to one of keys
+    """Attend; calls are planned at the first layer of a pass. For the arguments see `extended`."""
+    shared = query.shape[1] // keys.shape[1]  # query heads per key head
     asked, layer = (before, new, shared, query.dtype), keys.data_ptr()
-    latent = layer == values.data_ptr()  # the first numbers of a key are the value
+    latent = layer == values.data_ptr()  # latent attention: the first numbers of a key are the value
     plan = backend.__dict__.get(_PLAN)
-    # a layer that comes again begins another pass, in which a request's slots may be others
+    # a layer that is called again begins a new pass, in which a request may have other slots
     if plan is None or layer in plan.layers or plan.asked != asked:
         plan = backend.__dict__[_PLAN] = Plan(asked, set(), together(slots, requests, *asked))
     plan.layers.add(layer)
@@ -109,7 +109,7 @@ def _attend(
 
 
 def _rows(cache: torch.Tensor, places: torch.Tensor, requests: int, dtype: torch.dtype) -> torch.Tensor:
-    """[requests, heads, keys, size]; whole rows are copied, ten times as fast as `cache[places]`."""
+    """Copy [requests, heads, keys, size] from the cache by rows, ten times as fast as `cache[places]`."""
     copied = cache.flatten(1).index_select(0, places)
     if copied.dtype != dtype:
         copied = copied.to(dtype)
@@ -117,13 +117,13 @@ def _rows(cache: torch.Tensor, places: torch.Tensor, requests: int, dtype: torch
 
 
 class Call(NamedTuple):
-    """R requests attended to together, of at most n queries and L keys each.
+    """One attention call for R requests with at most n queries and L keys each.
 
-    size: R. count: n. fold: heads that share a head of keys and are queries of one head here; 1 in long
-    prefills, whose mask would grow with it. places [R * L]: slots of the keys. hidden [R, 1, n * fold, L]:
-    -inf at keys behind a query, else 0; None where each query sees all. rows [R, n]: of the queries in the
-    pass; None where they are all of it, in order. real [R, n]: queries that are no padding; None where all
-    are.
+    size: R. count: n. fold: number of query heads that share a key head and are treated as queries of one
+    head; 1 in long prefills, because the mask grows with fold. places: [R * L], slots of the keys. hidden:
+    [R, 1, n * fold, L], -inf at keys after a query, else 0; None if each query sees all keys. rows: [R, n],
+    indices of the queries in the pass; None if they are all its queries, in order. real: [R, n], false for
+    padding; None without padding.
     """
 
     size: int
@@ -137,7 +137,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Plan:
-    """Calls of one pass, for which lengths, heads and type, and the layers that used them."""
+    """The calls of one pass. asked: lengths, heads and dtype that they are for. layers: that used them."""
 
     asked: tuple[list[int], list[int], int, torch.dtype]
     layers: set[int]
@@ -152,9 +152,9 @@ def together(
     shared: int,
     dtype: torch.dtype,
 ) -> list[Call]:
-    """One call where that at most doubles the keys, else one for each kind of request.
+    """Plan one call if padding at most doubles the keys, else calls for each kind of request.
 
-    Requests of a kind have as many queries and keys, up to a factor of two.
+    Requests of a kind have equal numbers of queries and keys, up to a factor of two.
     """
     lengths = [old + more for old, more in zip(before, new, strict=True)]
     padded = len(lengths) * max(lengths, default=0)
@@ -185,7 +185,7 @@ def _call(
     dtype: torch.dtype,
     starts: Sequence[int] | None = None,
 ) -> Call:
-    """starts: place of each request's first query in the pass; None where they are the whole pass."""
+    """Make a call. starts: index of each request's first query in the pass; None if the call is all of it."""
     size, count, device = len(before), max(new), slots.device
     length = max(map(sum, zip(before, new, strict=True)))
     fold = shared if count <= FEW else 1
@@ -203,7 +203,7 @@ def _call(
         last = old + (count - 1)
     if size == 1:
         places = slots[requests, :length]
-    else:  # behind a context stand other requests' slots
+    else:  # after the end of a context, a row has slots of other requests
         places = slots[requests.long().view(-1, 1), torch.minimum(at, last)]
     places = places.reshape(-1)
     if count == 1 and min(before) == max(before):

@@ -1,4 +1,4 @@
-"""On a CPU: processes that start sooner, and what DeepSeek-V3 and GLM-4.5 need in SGLang's own classes."""
+"""On a CPU: faster starts of processes, and changes to SGLang's classes for DeepSeek-V3 and GLM-4.5."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 
 def forked(original: Callable, server_args: Any) -> None:
-    """AROUND `_set_envs_and_config`: fork the scheduler and the detokenizer.
+    """Around `_set_envs_and_config`: fork the scheduler and the detokenizer.
 
-    SGLang spawns them, as CUDA survives no fork. Each then imports again what this process has imported,
-    which is most of a start on a CPU. With a NUMA node they have to be spawned: numactl is their executable.
+    SGLang spawns them, because CUDA does not work after a fork. Spawned processes repeat the imports of this
+    process, which take most of a start on a CPU. With a NUMA node they must be spawned, because numactl is
+    their executable.
     """
     original(server_args)
     if server_args.numa_node is not None:
@@ -24,17 +25,18 @@ def forked(original: Callable, server_args: Any) -> None:
 
 
 def _load_plugins_again() -> None:
-    """Have a forked process load its plugins: its functions are others than its parent's."""
+    """Make a forked process load its plugins, as it hooks other functions than its parent."""
     from sglang.srt import plugins
 
     plugins._plugins_loaded = False
 
 
 def handler(original: Callable, registry: type, backend: str) -> Callable:
-    """AROUND `AttentionBackendRegistry.get_handler`: latent attention of `torch_native` reads the cache.
+    """Around `AttentionBackendRegistry.get_handler`: make latent attention of `torch_native` read the cache.
 
-    SGLang takes `torch_native` for Triton, which attends to a prompt's expanded keys and caches latent
-    vectors; `torch_native` attends from its cache alone, and multiplies queries of one by keys of the other.
+    SGLang treats `torch_native` like Triton, which attends to a prompt's expanded keys and caches latent
+    vectors. But `torch_native` attends only to its cache, so it would multiply expanded queries by latent
+    keys.
     """
     if backend != "torch_native":
         return original(registry, backend)
@@ -44,10 +46,10 @@ def handler(original: Callable, registry: type, backend: str) -> Callable:
 
 
 def rotary(original: Callable, *sizes: Any) -> torch.nn.Module:
-    """AROUND `get_rope_cpu`, which makes the scaled rotary embeddings of DeepSeek alone.
+    """Around `get_rope_cpu`, which can make only DeepSeek's scaled rotary embeddings: make the others too.
 
-    sizes: what `get_rope_wrapper` passes on: of a head and of its rotated part, positions, base, whether
-    halves are rotated together and not neighbours, scaling, type, share of the head, device.
+    sizes: the arguments of `get_rope_wrapper`: head size, size of the rotated part, positions, base, whether
+    halves instead of neighbours are rotated together, scaling, dtype, share of the head, device.
     """
     *plain, _device = sizes
     if plain[5] is not None:
@@ -58,7 +60,7 @@ def rotary(original: Callable, *sizes: Any) -> torch.nn.Module:
 
 
 def shared(_: Callable, draft: torch.nn.Module, embed: torch.Tensor, head: torch.Tensor) -> None:
-    """AROUND `set_embed_and_head`, which waits for CUDA at its end: a draft has the target's."""
+    """Around `set_embed_and_head`: give a draft the target's embedding and head, without waiting for CUDA."""
     for module, weight in ((draft.model.embed_tokens, embed), (draft.lm_head, head)):
         del module.weight
         module.weight = weight

@@ -1,22 +1,25 @@
-"""Drafts drawn from logits, and what is kept of their law for verification.
+"""Samples drafts from logits, and keeps the logits of their distribution for verification.
 
-    z = logits / T          float32 [B, V]: kept in place of SGLang's probabilities; q = softmax(z)
+    z = logits / T          float32 [B, V]: kept instead of SGLang's probabilities; q = softmax(z)
     X = argmax_v (z_v - ln E_v),  E_v ~ Exp(1) independent, so that X ~ q       by kernels (Gumbel-max)
     X = min {v: Q(v) > u Q(V)},  Q the running sum of q, u uniform              in torch, cheaper there
 
-The temperature is applied here and never again. SGLang's `draft_probs` holds z wherever a draft was drawn,
-after a prefill (`renorm_draft_probs`, then `fast_sample`) and a draft step (`sample_draft_proposal`), so that
-rows of both can be merged. Only `verify.sampled` reads it. A request with a seed is drawn by SGLang.
+The temperature is applied only here. SGLang's `draft_probs` contains z after every sampling of drafts: after
+a prefill (`renorm_draft_probs`, then `fast_sample`) and in a draft step (`sample_draft_proposal`), so that
+rows of both can be merged. Only `verify.sampled` reads it. For a request with a seed, SGLang samples the
+draft.
 
-Most public EAGLE-3 drafts know K < V of the target's tokens, as an MTP layer may (`vocabulary`). SGLang
-refuses them under rejection sampling,
-since verification needs q of all V. Here X is drawn among the K and z is -inf for the others (`whole`), so a
-token that the draft does not know is never drafted and comes from the residual: the target's law is kept.
+Most public EAGLE-3 drafts know K < V of the target's tokens, and an MTP layer may too (`vocabulary`). SGLang
+refuses them with rejection sampling, since verification needs q of all V tokens. Here X is sampled among the
+K tokens and z is -inf for the others (`whole`). So an unknown token is never drafted and can only come from
+the residual, and the target's distribution is preserved.
 
-CUDA graphs keep what they return, and SGLang captures one for each of up to 67 batch sizes. So the z of a
-step's drafts, [B, gamma, V], leave a graph in a buffer that graphs of all sizes share (`captured`).
+A CUDA graph keeps the memory of its results, and SGLang captures a graph for each of up to 67 batch sizes. So
+a graph copies the z of a step's drafts, [B, gamma, V], to a buffer that graphs of all sizes share
+(`captured`).
 
-Multi-layer workers and servers apart for prefill write probabilities elsewhere too; there all is SGLang's.
+Multi-layer workers and servers with disaggregated prefill write probabilities in other places too; for them
+nothing is changed.
 """
 
 from __future__ import annotations
@@ -30,27 +33,27 @@ import torch
 
 from rlpipe_sglang import ranks, vocabulary
 
-failed: list[str] = []  # why torch runs in place of the kernels on this process's GPU
+failed: list[str] = []  # why torch runs instead of the kernels on this process's GPU
 
 
 class Known:
-    """Tokens that this process's draft knows. ids: [K] int64, those of the target; None for all. size: V."""
+    """Tokens that this process's draft knows. ids: [K] int64, target ids; None for all. size: V."""
 
     ids: torch.Tensor | None = None
     size: int = 0
 
 
 def keeps_logits() -> bool:
-    """Whether `draft_probs` of this server holds z."""
+    """Return whether `draft_probs` of this server contains z."""
     from sglang.srt.runtime_context import get_disagg, get_spec
 
     return not get_spec().enable_multi_layer_eagle and get_disagg().disaggregation_mode == "null"
 
 
 def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> None:
-    """AROUND `EagleDraftWorker.alloc_memory_pool`, which reads the draft's ids, and last refuses K < V.
+    """Around `EagleDraftWorker.alloc_memory_pool`, which reads the draft's ids and then refuses K < V.
 
-    An MTP layer's ids are set when SGLang has refused nothing.
+    This accepts K < V. An MTP layer's ids are set if SGLang has not raised an error.
     """
     from sglang.srt.runtime_context import get_spec
 
@@ -66,51 +69,51 @@ def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> No
 
 
 class Captured:
-    """float32, as long as z of the largest captured step; every graph ends by writing its z to its beginning.
+    """A float32 buffer as large as z of the largest captured step; each graph writes its z to the beginning.
 
-    SGLang copies them from there before another graph runs.
+    SGLang copies z from there before another graph runs.
     """
 
     buffer: torch.Tensor | None = None
 
 
 def captured(original: Callable, worker: Any, batch: Any) -> tuple[Any, ...]:
-    """AROUND `EagleDraftWorker.draft_forward`: z of a step that is captured, in the buffer of all graphs."""
+    """Around `EagleDraftWorker.draft_forward`: in a capture, copy z to the buffer of all graphs."""
     from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
     *tree, z = original(worker, batch)
     if z is None or not get_is_capture_mode():
         return (*tree, z)
 
-    # Largest batches are captured first; two runs come before, so this is no memory of a graph.
+    # The largest batch is captured first, after two runs without capture; so the buffer belongs to no graph.
     if Captured.buffer is None or Captured.buffer.numel() < z.numel():
         Captured.buffer = z.new_empty(z.numel())
     return (*tree, Captured.buffer[: z.numel()].view(z.shape).copy_(z))
 
 
 def whole(z: torch.Tensor) -> torch.Tensor:
-    """[B, V] of z [B, K]; z itself where the draft knows all tokens."""
+    """Expand z [B, K] to [B, V]; return z itself if the draft knows all tokens."""
     if Known.ids is None:
         return z
     return z.new_full((len(z), Known.size), float("-inf")).index_copy_(1, Known.ids, z)
 
 
 def scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """z, in memory of its own: SGLang's CUDA graphs write the next step's logits where these are."""
+    """Compute z in new memory, because SGLang's CUDA graphs overwrite the logits in the next step."""
     return logits.float() / temperatures
 
 
 def by_kernel(name: str, reference: Callable, device: torch.device, *given: Any) -> Any:
-    """What `reference` returns; on a GPU by `name` of `kernels`, unless that cannot be compiled.
+    """Call `reference`, or on a GPU the function `name` of `kernels`, unless that cannot be compiled.
 
-    Raises torch.OutOfMemoryError, and RuntimeError where the other ranks of the server go on with kernels.
+    Raises torch.OutOfMemoryError, and RuntimeError if other ranks of the server would continue with kernels.
     """
     if device.type == "cuda" and not failed:
         try:
             return getattr(importlib.import_module("rlpipe_sglang.kernels"), name)(*given)
-        except torch.OutOfMemoryError:  # torch's code needs more memory, and the next step may have it
+        except torch.OutOfMemoryError:  # the reference needs even more memory; the next step may succeed
             raise
-        except Exception as error:  # a compiler's; torch is right, and slower
+        except Exception as error:  # an error of the compiler; torch is correct but slower
             ranks.require_alone(error)
             failed.append(f"{type(error).__name__}: {error}")
             logging.getLogger(__name__).warning("rlpipe's kernels do not run, torch does: %s", failed[0])
@@ -118,11 +121,12 @@ def by_kernel(name: str, reference: Callable, device: torch.device, *given: Any)
 
 
 def first_beyond(running: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[B, 1] int64: the token at which `running` [B, V] float64 exceeds u times its last, u [B, 1] in [0, 1).
+    """Return the first token [B, 1] int64 at which `running` [B, V] exceeds u times its last value.
 
-    Tokens that add nothing are never taken.
+    running: float64, cumulative sums. uniforms: u [B, 1] in [0, 1). Tokens of probability 0 are never
+    returned.
     """
-    # a row that is no number exceeds nothing
+    # for a row of nan no token qualifies: the index is clamped
     return torch.searchsorted(running, running[:, -1:] * uniforms, right=True).clamp_(
         max=running.shape[1] - 1
     )
@@ -131,9 +135,9 @@ def first_beyond(running: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor | None, top_ks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """z [B, V] and [B, 1] int64 from softmax(z); without temperatures the logits are z already.
+    """Compute z [B, V] and sample [B, 1] int64 from softmax(z); without temperatures the logits are z.
 
-    A greedy request (top_k 1) is given the argmax; its target has one token then, see SGLang's docstring.
+    A greedy request (top_k 1) gets the argmax; its target distribution has one token, see SGLang's docstring.
     """
     z = logits if temperatures is None else scaled(logits, temperatures)
     running = z.softmax(-1).cumsum(-1, dtype=torch.float64)
@@ -152,7 +156,7 @@ def proposed(
     sampling_seed: torch.Tensor | None = None,
     **position: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """AROUND `sample_draft_proposal`: z, ones (scores of a chain, which nothing reads) and X."""
+    """Around `sample_draft_proposal`: return z, ones (scores that a chain never reads) and X."""
     if not keeps_logits():
         return original(logits, temperatures, top_ks, sampling_seed=sampling_seed, **position)
     if sampling_seed is not None:
@@ -164,7 +168,7 @@ def proposed(
 
 
 def prefilled(original: Callable, logits: torch.Tensor, sampling: Any, rejection: bool) -> torch.Tensor:
-    """AROUND `renorm_draft_probs`: z, marked for `drawn`, where SGLang would return softmax(z)."""
+    """Around `renorm_draft_probs`: return z, marked for `drawn`, instead of softmax(z)."""
     if not (rejection and logits.size(0) and keeps_logits()):
         return original(logits, sampling, rejection)
     z = whole(scaled(logits, sampling.temperatures))
@@ -179,7 +183,7 @@ def drawn(
     sampling_seed: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """AROUND `fast_sample`, which is also called with probabilities, and then is SGLang's."""
+    """Around `fast_sample`: sample from a z of `prefilled`; leave calls with probabilities to SGLang."""
     if not hasattr(probs, "rlpipe_scaled"):
         return original(probs, *count, sampling_seed=sampling_seed, **more)
     z = probs if Known.ids is None else probs[:, Known.ids]
@@ -190,14 +194,14 @@ def drawn(
 
 
 def extended(original: Callable, worker: Any, batch: Any, result: Any, **plan: Any) -> None:
-    """AROUND `_draft_extend_for_decode`: without a graph, the head reads each request's last token alone.
+    """Around `_draft_extend_for_decode`: without a graph, compute logits only at each request's last token.
 
-    SGLang's graphs do so; its eager pass has logits of all positions, of which it takes one a request.
+    SGLang's graphs do so too, but its eager pass computes logits at all positions and uses one per request.
     """
     graph, kept = worker.cuda_graph_runner_for_draft_extend, result.accept_lens
     if not (graph or kept.is_cuda or worker.seed_dsa_topk_from_draft_extend or batch.forward_mode.is_idle()):
         tokens = result.next_token_ids.long()
-        tokens.rlpipe_last = kept.long() - 1  # place of each request's last token, for `selected`
+        tokens.rlpipe_last = kept.long() - 1  # index of each request's last token, for `selected`
         rows = torch.arange(len(kept), device=kept.device)
         result.prepared_draft_extend_inputs = kept - 1, rows, tokens
     original(worker, batch, result, **plan)
@@ -206,7 +210,7 @@ def extended(original: Callable, worker: Any, batch: Any, result: Any, **plan: A
 def selected(
     forward: Any, extend: Any, _: Any, tokens: torch.Tensor, width: int, *__: Any, **___: Any
 ) -> None:
-    """AFTER `prepare_for_draft_extend`, of `width` tokens a request: where logits and states are wanted."""
+    """After `prepare_for_draft_extend`: set where to compute logits and states; width: tokens per request."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
     last = getattr(tokens, "rlpipe_last", None)

@@ -1,15 +1,15 @@
-"""The step in flight when new weights come: its tokens are taken before the weights change.
+"""Takes the tokens of the step that is in flight at a weight update before the weights change.
 
     SGLang alone:  launch n | launch n + 1, take n | pause | load v + 1 | continue, take n + 1 as v + 1's
     here:          launch n | launch n + 1, take n | pause | take n + 1 as v's | load v + 1 | continue
 
-A scheduler that overlaps takes the result of a step after it has launched the next one, and `in_place` pauses
-at once. The result in its queue was computed by the old weights, yet SGLang counts a request's tokens of the
-old version before it is taken. Moreover, the step may still run while its weights are written over. Here the
-queue is emptied and the GPU waited for when an update begins.
+A scheduler with overlap takes the result of a step after it has launched the next one, but a pause with mode
+`in_place` takes effect at once. Then the queue has a result of the old weights, whose tokens SGLang would
+count as tokens of the new version. Moreover, the step may still run while its weights are overwritten. Here,
+when an update begins, the queue is emptied first, and the host waits for the GPU.
 
-SGLang's loop takes one result for each step it launched, so a processed result leaves an entry in its place,
-which it skips (`take`).
+SGLang's loop takes one result for each step that it launched, so a processed result is replaced by an entry
+that is skipped (`take`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 
 class Processed:
-    """A step whose result was taken early, as batch and as result: of no requests, which are known to all."""
+    """Stands for batch and result of a step whose result was taken early; it has no requests."""
 
     reqs: tuple[()] = ()
     grammar_advanced = True
@@ -31,7 +31,7 @@ PROCESSED = Processed()
 
 
 def begun(original: Callable, manager: Any, request: Any) -> Any:
-    """AROUND `begin_weight_update` and `update_weights_from_disk`, which begins and loads in one."""
+    """Around `begin_weight_update` and `update_weights_from_disk`: take all results before the update."""
     take_results(manager.scheduler)
     return original(manager, request)
 
@@ -44,11 +44,11 @@ def take_results(scheduler: Any) -> None:
             scheduler.process_batch_result(batch, result)
             queue[index] = PROCESSED, PROCESSED
 
-    # The draft of the next step may still run: a result is complete before it.
+    # Wait: a result is complete before the draft of the next step, which may still run.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def take(original: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
-    """AROUND `Scheduler.process_batch_result`: skip what `take_results` has processed."""
+    """Around `Scheduler.process_batch_result`: skip results that `take_results` has processed."""
     return None if batch is PROCESSED else original(scheduler, batch, result)

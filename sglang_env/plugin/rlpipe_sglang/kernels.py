@@ -1,9 +1,9 @@
-"""Triton kernels of drafting and verification from logits, for a server on a GPU.
+"""Triton kernels that sample drafts and verify them from logits, for a server on a GPU.
 
-The law is that of `drafts` and `verify`, whose torch code is the reference; here each logit is read once, and
-the row that is sampled once more in each of the last two kernels:
+The torch code in `drafts` and `verify` is the reference for the distribution. Here each logit is read once,
+and the row that is sampled is read again in each of the last two kernels:
 
-    draw_races      (B, tiles): z = logits / T kept, ln E_v of Philox bits, the best race of each tile
+    draw_races      (B, tiles): store z = logits / T, ln E_v from Philox bits, the best race of each tile
     pick_token      (B,): the best tile's token
     measure_rows    (B, 2n - 1, tiles): of each row, n of the target and n - 1 of z, per tile the maximum m,
                     sum e^(x - m) and sum e^(x - m) (x - m)
@@ -12,8 +12,8 @@ the row that is sampled once more in each of the last two kernels:
     emit_token      (B,): the last token, by the inverse CDF: its tile, then itself
 
 Logits of -inf, and all below -1e30, have probability 0. Sums over tiles have a fixed order, so a verdict does
-not depend on the batch around it. E_v has 64 random bits: at 24 a token of q < 6e-8 would never be drafted.
-Nothing waits for the device, and all of it may be captured in a CUDA graph.
+not depend on the other requests in the batch. E_v has 64 random bits: with 24 bits a token of q < 6e-8 would
+never be drafted. The code never waits for the device, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _scaled(at, inside, temperature, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _race(high, low, COMPUTE: tl.constexpr):
-    """E ~ Exp(1) from 64 bits: -ln(1 - u), by its series where 1 - u would round."""
+    """Compute E ~ Exp(1) from 64 bits: -ln(1 - u), with a series where 1 - u would be rounded."""
     u = high.to(COMPUTE) * 2.3283064365386963e-10 + (low.to(COMPUTE) + 0.5) * 5.421010862427522e-20
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u / 6)))))
     return tl.where(u < 0.03, series, -tl.log(tl.maximum(1 - u, 2.98e-8)))
@@ -73,7 +73,7 @@ def draw_races(
 
 @triton.jit
 def pick_token(races, tokens, drafts, TILES: tl.constexpr, TILE_SLOTS: tl.constexpr):
-    """drafts[b]: the token of the tile with the best race."""
+    """Store in drafts[b] the token of the tile with the best race."""
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TILE_SLOTS)
     best = tl.load(races + b * TILES + slot, mask=slot < TILES, other=float("-inf"))
@@ -86,7 +86,7 @@ def measure_rows(
     draft, draft_row, draft_depth, target, target_row, target_depth, temperatures, sums, vocab,
     PLACES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """sums[b, row, :, tile]: m, sum e^(x - m), sum e^(x - m) (x - m); rows: PLACES of p, then z's."""
+    """Store sums[b, row, :, tile]: m, sum e^(x - m), sum e^(x - m) (x - m); PLACES rows of p, then z's."""
     b, row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     v = tile * TILE + tl.arange(0, TILE)
     inside = v < vocab
@@ -108,7 +108,7 @@ def measure_rows(
 
 @triton.jit
 def _row_sums(sums, b, rows, there, PLACES: tl.constexpr, TILES: tl.constexpr, TILE_SLOTS: tl.constexpr):
-    """Of rows [R] of request b: the logarithm of sum e^x, and the entropy; 0 where `there` is false."""
+    """Compute log sum e^x and the entropy of rows [R] of request b; 0 where `there` is false."""
     slot = tl.arange(0, TILE_SLOTS)[None, :]
     at = sums + ((b * (2 * PLACES - 1) + rows[:, None]) * 3) * TILES + slot
     mask = there[:, None] & (slot < TILES)
@@ -128,7 +128,7 @@ def _masses(
     v, b, row, draft, draft_row, draft_depth, target, target_row, target_depth, temperature, target_lse,
     draft_lse, vocab, PLACES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """max(p - q, 0) and p of tokens v in row `row` of request b; q is 0 in the row behind the last draft."""
+    """Compute max(p - q, 0) and p of tokens v in a row of request b; after the last draft q is 0."""
     inside = v < vocab
     x = _scaled(target + b * target_row + row * target_depth + v, inside, temperature, COMPUTE)
     p = tl.where(inside & (x > LOWEST), tl.exp(x - target_lse), 0.0)
@@ -145,7 +145,7 @@ def judge_drafts(
     PLACES: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, TILE_SLOTS: tl.constexpr,
     TILE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Everything of the verdict but the last token; normalizers [B, PLACES, 2]: ln sum e^x of p and of z."""
+    """Compute the verdict except the last token; normalizers [B, PLACES, 2]: ln sum e^x of p and of z."""
     b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, SLOTS).to(tl.int64)
     depth = place < PLACES - 1
@@ -183,7 +183,7 @@ def judge_drafts(
 
 @triton.jit
 def _first_beyond(mass, running, goal, SIZE: tl.constexpr):
-    """First slot of positive mass whose running sum exceeds goal, else the last of positive mass, else 0."""
+    """Return the first slot with mass > 0 and running > goal, else the last with mass > 0, else 0."""
     slot = tl.arange(0, SIZE)
     first = tl.min(tl.where((mass > 0.0) & (running > goal), slot, SIZE), 0)
     return tl.minimum(first, tl.max(tl.where(mass > 0.0, slot, 0), 0))
@@ -196,7 +196,7 @@ def emit_token(
     PLACES: tl.constexpr, TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The last token and its log-probability, at `accepted` and, as the reference, behind the last draft."""
+    """Store the last token and its logprob at `accepted` and, like the reference, after the last draft."""
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TILE_SLOTS)
     rest = tl.load(residual_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
@@ -230,10 +230,10 @@ def emit_token(
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor | None, top_ks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """z float32 [B, V] and drafts [B, 1] int64 from softmax(z).
+    """Compute z float32 [B, V], and sample drafts [B, 1] int64 from softmax(z).
 
-    logits: [B, V]. temperatures: [B, 1]; None where `logits` are z already, which are returned themselves.
-    top_ks: [B]; a row of 1 takes the argmax.
+    logits: [B, V]. temperatures: [B, 1]; None if `logits` are already z, which is then returned. top_ks: [B];
+    a row with 1 gets the argmax.
     """
     batch, vocab = logits.shape
     tiles, keep = triton.cdiv(vocab, TILE), temperatures is not None
@@ -271,7 +271,7 @@ def verify(
     coins: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """The fields of `verify.Verdict`, of its arguments; float64 throughout where `target` is."""
+    """Compute the fields of `verify.Verdict`; for the arguments see `verify.verify`. Keeps float64."""
     batch, places, vocab = target.shape
     compute = torch.float64 if target.dtype == torch.float64 else torch.float32
     tiles = triton.cdiv(vocab, TILE)

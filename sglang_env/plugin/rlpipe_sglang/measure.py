@@ -1,12 +1,14 @@
-"""Entropy and log-probability of each sampled token, in one pass over the logits it was sampled from.
+"""Computes entropy and log-probability of each sampled token in one pass over its logits.
 
-Both are of the law that the token was drawn from, p = softmax(logits / T), in nats: T is the request's
-temperature, and 1 where it asked for temperature 0, as SGLang has it. H(p) = -sum_v p(v) ln p(v), in float32.
+Both are for the distribution that the token was sampled from, p = softmax(logits / T), in nats. T is the
+request's temperature, or 1 if it requested temperature 0, as in SGLang. H(p) = -sum_v p(v) ln p(v), in
+float32.
 
-SGLang computes log-probabilities in two places: after each verify step of speculative decoding, and where
-one token a request is sampled (first tokens after a prefill, and all without speculation). Entropies travel
-as SGLang's auxiliary output, which its scheduler copies to the host beside the tokens and then hands the
-tokens that each request really keeps: none of drafts behind a stop token, of aborted or retracted requests.
+SGLang computes log-probabilities in two places: after each verify step of speculative decoding, and where one
+token per request is sampled (first tokens after a prefill, and all tokens without speculation). Entropies are
+an auxiliary output of SGLang. Its scheduler copies such outputs to the host together with the tokens, and
+then passes the tokens that each request really keeps. These exclude drafts after a stop token, and tokens of
+aborted or retracted requests.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ KEY = "rlpipe_entropies"
 
 
 def entropy(logprobs: torch.Tensor, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """[...] float32 from [..., V] log-probabilities, which must be finite: SGLang clamps them.
+    """Compute entropies [...] float32 from log-probabilities [..., V]; these must be finite.
 
-    probs: theirs. Without them softmax finds them, which a processor computes ten times as fast as exp where
-    many are too small for a float.
+    SGLang clamps them. probs: the probabilities, if known. Otherwise they are computed with softmax, which on
+    a CPU is ten times as fast as exp if many are too small for a float.
 
     >>> entropy(torch.tensor([[0.5, 0.25, 0.25]]).log()) / torch.tensor(2.0).log()
     tensor([1.5000])
@@ -35,22 +37,22 @@ def entropy(logprobs: torch.Tensor, probs: torch.Tensor | None = None) -> torch.
 
 @dataclass(frozen=True)
 class Entropies:
-    """An auxiliary output. values [B, n] or [B]: row b holds those of request b's tokens, in order."""
+    """An auxiliary output of entropies. values: [B, n] or [B]; row b is for request b's tokens, in order."""
 
     values: torch.Tensor
 
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Entropies:
-        """The same on the host; SGLang waits for `copy` before it calls `consume`."""
+        """Return a copy on the host; SGLang waits for `copy` before it calls `consume`."""
         return Entropies(copy(self.values))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Note the entropies of the tokens each request keeps, in the list that SGLang streams with them."""
+        """Append the entropies of the tokens that each request keeps to the list that SGLang streams."""
         rows = self.values.reshape(len(self.values), -1).tolist()
         for row, (request, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is not None and request.return_logprob:
                 request.customized_info = request.customized_info or {}
                 noted = request.customized_info.setdefault(KEY, [])
-                noted += [float("nan")] * (commit.output_index - len(noted))  # the client refuses them
+                noted += [float("nan")] * (commit.output_index - len(noted))  # the client refuses nan
                 noted += rows[row][: len(commit.token_ids)]
 
 
@@ -63,10 +65,10 @@ def verified(
     accept_index: torch.Tensor | None = None,
     chain_stride: int | None = None,
 ) -> None:
-    """AROUND `compute_spec_logprobs`: B requests of n places each, of which the first ones were accepted.
+    """Around `compute_spec_logprobs`: measure B requests with n tokens each, of which the first are accepted.
 
-    SGLang's own runs as well where top or named log-probabilities are asked for. Nothing is computed where
-    `verify.sampled` judged the step and so knows them.
+    SGLang's function also runs if top log-probabilities or those of named tokens are requested. If
+    `verify.sampled` has verified the step, it has already computed the values.
     """
     from sglang.srt.environ import envs
 
@@ -91,12 +93,12 @@ def verified(
 
 
 def sampled(result: Any, _: Any, logprobs: torch.Tensor, *__: Any) -> None:
-    """AFTER `OutputLogprobProcessor.compute_logprobs`, of one token a request."""
+    """After `OutputLogprobProcessor.compute_logprobs`: add the entropies, of one token per request."""
     result.rlpipe_entropies = entropy(logprobs)
 
 
 def written(_: None, result: Any, logits_output: Any) -> None:
-    """AFTER `LogprobResult.write_output_to`."""
+    """After `LogprobResult.write_output_to`: pass the entropies on as an auxiliary output."""
     if hasattr(result, "rlpipe_entropies"):
         _attach(logits_output, result.rlpipe_entropies)
 

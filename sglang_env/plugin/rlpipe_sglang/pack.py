@@ -1,16 +1,16 @@
-"""Log-probabilities and entropies of an answer as packed numbers in place of JSON by the token.
+"""Packs log-probabilities and entropies of an answer in arrays, instead of JSON for each token.
 
-`meta_info["rlpipe"]` holds base64 of little-endian arrays with one entry per output token:
+`meta_info["rlpipe"]` contains base64 of little-endian arrays with one entry per output token:
 
     logprobs, entropies        float32 [n]
-    top_logprobs, top_ids      float32, int32 [n * k], where the k most likely tokens were asked for
+    top_logprobs, top_ids      float32, int32 [n * k], if the k most likely tokens were requested
 
-and, where drafts were asked for (`record`), of the verify steps in order:
+and, if drafts were requested (`record`), arrays for the verify steps in order:
 
     steps                      int32 [s * 3]: position of the first draft, number of drafts, number accepted
     drafts, p, q               int32, float32, float32 [number of drafts]
 
-`output_token_logprobs` and `output_top_logprobs` are left out then. A request for log-probabilities of its
+`output_token_logprobs` and `output_top_logprobs` are then omitted. A request for log-probabilities of its
 prompt, or of tokens that it names, is answered as without the plugin.
 """
 
@@ -31,7 +31,7 @@ FIELD = "rlpipe"
 def packed(
     original: Callable, manager: Any, meta: dict[str, Any], state: Any, top: int, named: Any, *rest, **more
 ) -> None:
-    """AROUND `TokenizerManager.add_logprob_to_meta_info`. state: what the server knows of the request."""
+    """Around `TokenizerManager.add_logprob_to_meta_info`: add packed arrays. state: the request's state."""
     if named is not None or state.input_token_logprobs_val:
         original(manager, meta, state, top, named, *rest, **more)
         return
@@ -53,7 +53,7 @@ def noted(
     index: int,
     reason: Any,
 ) -> None:
-    """AROUND `TokenizerManager.update_request_meta_info`, which is called behind `packed`."""
+    """Around `TokenizerManager.update_request_meta_info`, called after `packed`: add entropies and drafts."""
     others = {name: values for name, values in info.items() if name not in (KEY, record.KEY)}
     original(manager, meta, state, others, index, reason)
     if KEY in info and FIELD in meta:
@@ -70,7 +70,7 @@ def noted(
 
 
 def _grow(columns: dict[str, array], name: str, kind: str, rows: list, width: int = 0) -> None:
-    """Append what is new in `rows`: numbers, or with `width` lists of so many."""
+    """Append the new entries of `rows`: numbers or, with `width`, lists of `width` numbers."""
     column = columns.setdefault(name, array(kind))
     new = rows[len(column) // (width or 1) :]
     column.extend(chain.from_iterable(new) if width else new)

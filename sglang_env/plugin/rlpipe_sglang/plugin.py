@@ -1,9 +1,9 @@
-"""The entry point: which of SGLang's functions are hooked, whether they are those we know, and the report.
+"""The entry point: the table of hooked functions, the check of their sources, and the report.
 
-SGLang calls `load` in every process and carries on when it fails, so the plugin tells of itself in
-`/server_info`, and rlpipe refuses a server that does not say that everything is in place. The process that
-was started is `http`, where answers are written; tokens are sampled in its children, of which a `scheduler`
-is told by its imports.
+SGLang calls `load` in every process and continues if it fails. So the plugin reports its state in
+`/server_info`, and rlpipe refuses a server that does not report that all hooks are installed. The first
+process has the role `http` and writes answers. Its child processes sample tokens; a `scheduler` is recognised
+by its imports.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ON_CPU = "SGLANG_USE_CPU_ENGINE"
 
 
 class Hook(NamedTuple):
-    """One function of SGLang, in the process that `role` names.
+    """A hooked function of SGLang. role: the kind of process that it runs in.
 
-    place: module:function under sglang.srt. source: first digits of the SHA-256 of its source. function: what
-    is put there, "around" or "after" it by kind; None where the plugin only relies on what SGLang does.
+    place: module:function under sglang.srt. source: first digits of the SHA-256 of its source. function: the
+    hook, which runs "around" or "after" it (kind); None if the plugin only relies on SGLang's function.
     """
 
     role: str
@@ -57,30 +57,30 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the function inside its module, behind that of its class."""
+        """Name of the function in its module, including the class."""
         return self.place.partition(":")[2]
 
 
 def told_by_scheduler(result: Any, *_: Any) -> None:
-    """AFTER a scheduler's `get_internal_state`: add what became of its hooks, and who judged drafts."""
+    """After a scheduler's `get_internal_state`: add the report on hooks, and which code verified drafts."""
     known = [len(head.ids) for head in vocabulary.cut_heads]
     result.internal_state[REPORT] = report | {"judged": dict(verify.judged), "draft_vocab": known}
 
 
 async def told_by_http(original: Callable, manager: Any) -> list[dict[str, Any]]:
-    """AROUND the HTTP process's `get_internal_state`: schedulers' reports together with its own."""
+    """Around the HTTP process's `get_internal_state`: merge the schedulers' reports with its own."""
     return [state | {REPORT: state.get(REPORT, {}) | report} for state in await original(manager)]
 
 
 def started(original: Callable, scheduler: Any) -> None:
-    """AROUND `Scheduler.run_event_loop`: after graphs are captured, ranks compare before they serve.
+    """Around `Scheduler.run_event_loop`: after graphs are captured, compare ranks before serving.
 
-    Raises RuntimeError where they differ, which ends the server.
+    Raises RuntimeError if they differ, which ends the server.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_parallel
 
-    # SGLang logs a hook that it cannot place, and starts without it.
+    # If SGLang cannot install a hook, it logs this and starts without the hook.
     missing = [place for place in asked_hooks if place not in HookRegistry._patched]
     status = f"SGLang could not hook: {', '.join(missing)}" if missing else "ok"
     verify.warm_up(scheduler)
@@ -137,7 +137,7 @@ HOOKS = (
     Hook("http", f"{_CONTROL}.get_internal_state", "2c8c8a78ff656d01", told_by_http),
 )
 _WORKER, _REQUEST = "speculative.eagle_worker_v2:EAGLEWorkerV2", "managers.schedule_batch:Req"
-ADAPTIVE = (  # where spec.adaptive=true
+ADAPTIVE = (  # with spec.adaptive=true
     Hook("scheduler", f"{_WORKER}.init_cuda_graphs", "4899c2890def19e0", width.installed),
     Hook("scheduler", f"{_WORKER}._forward_prefill_batch", "d98e2fbfef949bee", width.prefilled),
     Hook("scheduler", f"{_WORKER}._build_trivial_verify_input", "85faa54279bb0e90", width.undrafted, "after"),
@@ -154,7 +154,7 @@ ADAPTIVE = (  # where spec.adaptive=true
 )
 _PROCESSOR = "layers.logits_processor:LogitsProcessor"
 _RECORDED = "record_weight_version_after_update"
-CUT = (  # where spec.draft_vocab names a table
+CUT = (  # if spec.draft_vocab names a table
     Hook("scheduler", f"{_UPDATER}.{_RECORDED}", "449301bf5d5a1860", vocabulary.updated, "after"),
     Hook("scheduler", f"{_UPDATER}.update_weights_from_tensor", "7ffddf6f5fef887d"),
     Hook("scheduler", f"{_UPDATER}.update_weights_from_distributed", "aea7a898d7666ec9"),
@@ -164,30 +164,30 @@ CUT = (  # where spec.draft_vocab names a table
 )
 _HANDLERS = "models.deepseek_common.attention_backend_handler"
 _SHARED = "ForCausalLM.set_embed_and_head"
-CPU = (  # where a server has no GPU
+CPU = (  # if a server has no GPU
     Hook("http", "entrypoints.engine:_set_envs_and_config", "b3ddd8a51c625a11", cpu.forked),
     Hook("scheduler", f"{_HANDLERS}:AttentionBackendRegistry.get_handler", "b2cf2a026397b847", cpu.handler),
     Hook("scheduler", "layers.rotary_embedding.factory:get_rope_cpu", "e4dff05bd224a89b", cpu.rotary),
     Hook("scheduler", f"models.deepseek_v2:DeepseekV2{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
     Hook("scheduler", f"models.glm4_moe:Glm4Moe{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
 )
-FILES = (  # where SGLang is to import only the files of the models that it serves
+FILES = (  # to import only the files of the served models
     Hook("scheduler", "models.registry:_ModelRegistry._load_default_models", "415e218c2bab0905"),
     Hook("scheduler", "models.registry:import_model_classes", "806f81fe11d51adc"),
     Hook("scheduler", "model_loader.utils:get_model_architecture", "eb945a285e9b05cb", model_files.one_file),
 )
-report: dict[str, str] = {}  # of this process: role -> "ok", or what is wrong
+report: dict[str, str] = {}  # of this process: role -> "ok", or the problem
 asked_hooks: list[str] = []  # full names of the functions that this process asked SGLang to hook
 
 
 def digest(hook: Hook) -> str:
-    """What `Hook.source` must be for the SGLang that is installed."""
+    """Return the value of `Hook.source` for the installed SGLang."""
     found = inspect.unwrap(pkgutil.resolve_name(f"{hook.module}:{hook.name}"))
     return hashlib.sha256(inspect.getsource(found).encode()).hexdigest()[:16]
 
 
 def load() -> None:
-    """Hook the functions of this process's role; where one has changed, only those that report it."""
+    """Hook the functions of this process's role; if one has changed, only those that report the change."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if multiprocessing.parent_process() is None:
@@ -199,7 +199,7 @@ def load() -> None:
     asked = {width.ASKED: ADAPTIVE, vocabulary.ASKED: CUT, _ON_CPU: CPU, model_files.ASKED: FILES}
     hooks = [*HOOKS, *(hook for name, more in asked.items() if name in os.environ for hook in more)]
     hooks = [hook for hook in hooks if hook.role == role]
-    report.clear()  # a forked process has that of its parent
+    report.clear()  # a forked process has a copy of its parent's report
     changed = [hook.place for hook in hooks if digest(hook) != hook.source]
     intact = "ok" if role == "http" else ranks.WAITING
     report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else intact

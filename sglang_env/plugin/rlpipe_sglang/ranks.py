@@ -1,8 +1,9 @@
-"""Ranks of a tensor-parallel server compare what rlpipe runs in them, before the first request.
+"""Checks before the first request that rlpipe's code is the same in all ranks of a server.
 
-Each rank draws its drafts by itself, from the same random numbers. A rank in which SGLang could not place a
-hook, or whose kernels failed, draws others: then the ranks' drafts and keys and values differ, and nothing
-raises. So a server whose ranks differ does not start, and once they have compared, none may change by itself.
+Each tensor parallel rank samples drafts separately, from the same random numbers. A rank in which SGLang
+could not install a hook, or whose kernels failed, would sample other drafts. Then drafts and keys and values
+would differ between ranks, without an error. So a server does not start if its ranks differ, and after the
+comparison no rank may switch to other code on its own.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ WAITING = "its ranks have not compared their hooks yet"
 
 
 class Compared:
-    """ranks: so many have compared and agree; 0 before."""
+    """Result of the comparison. ranks: number of ranks that agree; 0 before the comparison."""
 
     ranks = 0
 
 
 def compare(status: str, parallel: Any) -> None:
-    """Compare the status of this rank with those of all others; collective.
+    """Compare the status of this rank with the status of all other ranks; collective.
 
-    parallel: SGLang's tensor-parallel group. Raises RuntimeError with the status of each where they differ.
+    parallel: SGLang's tensor-parallel group. Raises RuntimeError with the status of each rank if they differ.
     """
     statuses: list[Any] = [status]
     if parallel.world_size > 1:
@@ -40,7 +41,7 @@ def compare(status: str, parallel: Any) -> None:
 
 
 def require_alone(error: Exception) -> None:
-    """Raise where other ranks would go on with the kernels that failed here with `error`."""
+    """Raise if other ranks would continue with the kernels that failed here with `error`."""
     if Compared.ranks > 1:
         raise RuntimeError(
             f"rlpipe's kernels failed on one of {Compared.ranks} ranks, whose drafts would part from those "

@@ -1,9 +1,10 @@
-"""Every drafted token with p, q and whether it was accepted, for requests that ask for it.
+"""Records every draft token with p, q and whether it was accepted, for requests that ask for it.
 
-A request asks by `sampling_params.custom_params = {"rlpipe_drafts": true}`. p and q are the probabilities of
-a draft under target and draft at the request's temperature, given the drafts before it; q is 1 for a draft
-that was not sampled, and a greedy target's p is 1 or 0. They travel as SGLang's auxiliary output, as
-entropies do (`measure`). Trees, and drafts over another vocabulary than the target's, are not recorded.
+A request asks with `sampling_params.custom_params = {"rlpipe_drafts": true}`. p and q are the probabilities
+of a draft token under target and draft model at the request's temperature, given the drafts before it. q is 1
+for a draft that was not sampled, and a greedy target's p is 1 or 0. Like entropies (`measure`), the records
+are an auxiliary output of SGLang. Trees, and drafts over another vocabulary than the target's, are not
+recorded.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ KEY = "rlpipe_drafts"
 
 
 def asks(request: Any) -> bool:
-    """Whether a request wants its drafts."""
+    """Return whether a request asks for its drafts."""
     parameters = request.sampling_params.custom_params
     return isinstance(parameters, dict) and parameters.get(KEY) is True
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """An auxiliary output. tokens, p, q: [B, n] of each request's drafts. accepted: [B], drafts kept."""
+    """An auxiliary output of drafts. tokens, p, q: [B, n]. accepted: [B], number of accepted drafts."""
 
     tokens: torch.Tensor
     p: torch.Tensor
@@ -33,27 +34,27 @@ class Drafts:
     accepted: torch.Tensor
 
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Drafts:
-        """The same on the host; SGLang waits for `copy` before it calls `consume`."""
+        """Return a copy on the host; SGLang waits for `copy` before it calls `consume`."""
         return Drafts(copy(self.tokens), copy(self.p), copy(self.q), copy(self.accepted))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Note the step with the first token that it gave, in a list parallel to the output tokens.
+        """Store each step at its first emitted token, in a list parallel to the output tokens.
 
-        A step is (position, accepted, tokens, p, q), position being that of the first draft in the output.
+        A step is (position, accepted, tokens, p, q); position: of the first draft in the output.
         """
         for row, (request, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is not None and asks(request):
                 request.customized_info = request.customized_info or {}
                 noted = request.customized_info.setdefault(KEY, [])
-                noted += [None] * (commit.output_index - len(noted))  # of tokens without drafts
+                noted += [None] * (commit.output_index - len(noted))  # for tokens without drafts
                 columns = (x[row].tolist() for x in (self.accepted, self.tokens, self.p, self.q))
                 noted += [(commit.output_index, *columns), *[None] * (len(commit.token_ids) - 1)]
 
 
 def laws(verify_input: Any, logits: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, ...] | None:
-    """Drafts [B, n], and p, q of each, of a step that SGLang judges; None of one that is not recorded.
+    """Return drafts [B, n], p and q of a step that SGLang verifies; None if it is not recorded.
 
-    verify_input.draft_probs: probabilities here, or None for drafts that were not sampled.
+    verify_input.draft_probs: here probabilities, or None for drafts that were not sampled.
     """
     places = verify_input.draft_token_num
     tokens = verify_input.draft_token.view(-1, places)[:, 1:].long().clone()
@@ -72,7 +73,7 @@ def laws(verify_input: Any, logits: torch.Tensor, sampling: Any) -> tuple[torch.
 
 
 def attach(output: Any, *columns: torch.Tensor) -> None:
-    """Send tokens, p, q and accepted with a step's output."""
+    """Add tokens, p, q and accepted to a step's output."""
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
     known = output.auxiliary_device_output

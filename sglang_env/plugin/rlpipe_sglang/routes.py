@@ -1,4 +1,4 @@
-"""Where SGLang keeps the experts that read each token (`--enable-return-routed-experts`), on a CPU too."""
+"""Lets SGLang store each token's experts (`--enable-return-routed-experts`) on a CPU too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import torch
 
 
 def registered(original: Callable, buffer: torch.Tensor, *how: Any, **options: Any) -> None:
-    """AROUND `_cuda_host_register`: memory of the host is registered for copies where there is a GPU."""
+    """Around `_cuda_host_register`: register host memory for copies only if there is a GPU."""
     if torch.cuda.is_available():
         original(buffer, *how, **options)

@@ -1,15 +1,16 @@
-"""Rejection sampling of a chain of drafts from logits; acceptance, last token, logprobs and entropies.
+"""Verifies a chain of drafts by rejection sampling from logits; also computes logprobs and entropies.
 
-The rule is `rlpipe.spec.verify.verify_chain` (Leviathan et al., arXiv:2211.17192, Algorithm 1), and tests
-compare the two; here the laws come as logits, p = softmax(logits / T) and q = softmax(z) with z of `drafts`:
+The rule is that of `rlpipe.spec.verify.verify_chain` (Leviathan et al., arXiv:2211.17192, Algorithm 1), and
+tests compare the two. Here distributions are given as logits: p = softmax(logits / T), and q = softmax(z)
+with z from `drafts`:
 
-    draft x_i is kept while u_i q_i(x_i) < p_i(x_i); then one token from max(p_i - q_i, 0), or from the
-    row behind the last draft
+    draft x_i is accepted while u_i q_i(x_i) < p_i(x_i); then one token from max(p_i - q_i, 0), or from the
+    row after the last draft
 
-A greedy request's p is the indicator of its argmax (`greedily`). A batch with anything else in it (penalties,
-bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees) and one of greedy requests alone is judged by
-SGLang, which is given softmax(z). `judged` counts requests' verify steps by what judged them, or why it was
-SGLang. On a GPU `kernels` do what `verify` does in torch.
+A greedy request's p is 1 at its argmax (`greedily`). SGLang, which then gets softmax(z), verifies batches
+with other features (penalties, bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees) and batches of
+only greedy requests. `judged` counts the verify steps of requests, by the code that verified them or by the
+reason why it was SGLang. On a GPU `kernels` do what `verify` does in torch.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from rlpipe_sglang import drafts as drawing
 from rlpipe_sglang import record
 from rlpipe_sglang.measure import entropy
 
-judged: Counter[str] = Counter()  # of this process
-TOGETHER = 2**19  # logits of the requests that torch judges at once, so that they stay in a processor's cache
+judged: Counter[str] = Counter()  # verify steps of this process
+TOGETHER = 2**19  # logits of the requests that torch verifies at once, so that they stay in the CPU's cache
 
 
 class Verdict(NamedTuple):
-    """B chains of n - 1 drafts. accepted: [B] int64. tokens: [B, n] int64: drafts, then the last token at
-    `accepted`; what lies behind it is not emitted. p, q: [B, n - 1] of each draft. logprobs: [B, n] of
-    `tokens`, entropies: [B, n] float32 of the target's rows, both at the request's temperature.
+    """Verdict on B chains of n - 1 drafts.
+
+    accepted: [B] int64. tokens: [B, n] int64: drafts, then the last token at index `accepted`; tokens after
+    it are not emitted. p, q: [B, n - 1], of each draft. logprobs: [B, n], of `tokens`. entropies: [B, n]
+    float32, of the target's rows. Logprobs and entropies are at the request's temperature.
     """
 
     accepted: torch.Tensor
@@ -50,10 +53,10 @@ def verify(
     coins: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> Verdict:
-    """Judge `drafts` [B, n - 1] int64.
+    """Verify `drafts` [B, n - 1] int64.
 
-    draft: z [B, n - 1, V]. target: logits [B, n, V], not scaled. temperatures: [B, 1]. coins: [B, n - 1],
-    uniforms: [B], float64 in [0, 1), independent of each other and of the drafts.
+    draft: z [B, n - 1, V]. target: unscaled logits [B, n, V]. temperatures: [B, 1]. coins: [B, n - 1], and
+    uniforms: [B], are float64 in [0, 1), independent of each other and of the drafts.
     """
     given = drafts, draft, target, temperatures, coins, uniforms
     size = max(1, TOGETHER // target.shape[1:].numel())
@@ -63,7 +66,7 @@ def verify(
     batch, depths, _ = draft.shape
     rows = torch.arange(batch, device=drafts.device)
     log_p = (target / temperatures.unsqueeze(-1)).log_softmax(-1)
-    log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # as SGLang's
+    log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # like SGLang
     laws, proposals, chosen = log_p.softmax(-1), draft.softmax(-1), drafts.unsqueeze(-1)
     p = laws[:, :depths].gather(-1, chosen).squeeze(-1)
     q = proposals.gather(-1, chosen).squeeze(-1)
@@ -73,7 +76,7 @@ def verify(
     if depths:
         at = accepted.clamp(max=depths - 1)
         rest = (whole - proposals[rows, at]).clamp_(min=0)
-        # rounding can leave no mass where exact arithmetic never comes: the target is the nearest law
+        # rounding can make the residual 0, which exact arithmetic cannot: then sample from the target
         partial = ((accepted < depths) & (rest.sum(-1) > 0)).unsqueeze(-1)
         weights = torch.where(partial, rest, whole)
     running = weights.cumsum(-1, dtype=torch.float64)
@@ -86,17 +89,17 @@ def verify(
 
 
 def greedily(verdict: Verdict, rows: Sequence[int], drafts: torch.Tensor, target: torch.Tensor) -> None:
-    """Change the verdict of requests `rows`, of top_k 1: drafts are kept while they are the target's argmax.
+    """Change the verdict of greedy requests `rows` (top_k 1): accept drafts that are the target's argmax.
 
-    p is 1 or 0. q is 1: such a draft is the argmax of z, or was drawn, and neither changes what is kept.
-    Log-probabilities and entropies stay those of temperature 1, as SGLang has them.
+    p is 1 or 0. q is set to 1: acceptance does not depend on whether the draft is the argmax of z or was
+    sampled. Log-probabilities and entropies are those at temperature 1, as in SGLang.
     """
     chosen = torch.tensor(rows, device=target.device)
     laws = target[chosen]
     best = laws.argmax(-1)
     same = drafts[chosen] == best[:, :-1]
     verdict.accepted[chosen] = same.cumprod(1, dtype=torch.int64).sum(1)
-    verdict.tokens[chosen] = best  # what is not emitted may be anything
+    verdict.tokens[chosen] = best  # tokens that are not emitted may have any value
     verdict.p[chosen], verdict.q[chosen] = (
         same.to(verdict.p.dtype),
         torch.ones_like(same, dtype=verdict.q.dtype),
@@ -108,7 +111,7 @@ def greedily(verdict: Verdict, rows: Sequence[int], drafts: torch.Tensor, target
 def not_covered(
     spec: Any, sampling: Any, top_ks: Sequence[int], verify_input: Any, logits: torch.Tensor, others: Any
 ) -> str | None:
-    """Why SGLang must judge this batch; None where `verify` does. others: its grammar."""
+    """Return why SGLang must verify this batch; None if `verify` can. others: the batch's grammar."""
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
     reasons = {
@@ -139,7 +142,7 @@ def sampled(
     *more: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """AROUND `eagle_sample`: tokens, emitted tokens a request, and the logits' row of each emitted token."""
+    """Around `eagle_sample`: return tokens, the number emitted per request, and each token's logits row."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative import spec_utils
     from sglang.srt.utils.async_probe import sanitize_nan_logits
@@ -147,7 +150,7 @@ def sampled(
     if batch.forward_mode.is_idle():
         return original(verify_input, batch, output, grammar, *more, **options)
     logits, sampling, places = output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
-    limited = sampling.need_top_k_sampling  # greedy requests among them
+    limited = sampling.need_top_k_sampling  # includes greedy requests
     top_ks = [request.sampling_params.top_k for request in batch.reqs] if limited else ()
     reason = not_covered(get_spec(), sampling, top_ks, verify_input, logits, grammar)
     if spec_utils.SIMULATE_ACC_LEN > 0:
@@ -170,7 +173,7 @@ def sampled(
     drafts = verify_input.draft_token.view(size, places)[:, 1:].long()
     chance = {"dtype": torch.float64, "device": logits.device}
     coins, uniforms = torch.rand(drafts.shape, **chance), torch.rand(size, **chance)
-    draft = verify_input.draft_probs[:size, : places - 1]  # without drafts SGLang wants a row all the same
+    draft = verify_input.draft_probs[:size, : places - 1]  # without drafts SGLang still requires a row
     given = drafts, draft, logits.view(size, places, -1), sampling.temperatures, coins, uniforms
     verdict = Verdict(*drawing.by_kernel("verify", verify, logits.device, *given))
     if greedy := [row for row, top_k in enumerate(top_ks) if top_k <= 1]:
@@ -188,9 +191,9 @@ def sampled(
 
 
 def warm_up(scheduler: Any) -> None:
-    """Compile the kernels of drawing and of verification, so that one that fails does so before the start.
+    """Compile the kernels for sampling and verification, so that a failure is known before the start.
 
-    Graphs that SGLang captured have drawn already, but verification runs behind them.
+    SGLang's graph capture has already run the sampling kernels, but verification is outside of the graphs.
     """
     from sglang.srt.runtime_context import get_spec
 
@@ -206,12 +209,12 @@ def warm_up(scheduler: Any) -> None:
     given = drafts, z, target, temperatures, coins, coins[:, 0]
     top_ks = torch.ones(1, dtype=torch.int32, device=device)
     drawing.by_kernel("draw", drawing.draw, device, target[:, 0], temperatures, top_ks)
-    drawing.by_kernel("draw", drawing.draw, device, target[:, 0], None, top_ks)  # z, after a prefill
+    drawing.by_kernel("draw", drawing.draw, device, target[:, 0], None, top_ks)  # with z, as after a prefill
     drawing.by_kernel("verify", verify, device, *given)
 
 
 def _same_on_all_ranks(*decided: torch.Tensor) -> None:
-    """Take rank 0's decisions, as SGLang does: ranks of a tensor-parallel server round differently."""
+    """Use rank 0's decisions, like SGLang, because tensor-parallel ranks round differently."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_parallel
 

@@ -1,12 +1,12 @@
-"""An MTP draft over a part of the vocabulary: the rows of the target's head that it multiplies.
+"""An MTP draft with a reduced vocabulary: it uses some rows of the target's head.
 
-SGLang's --speculative-token-map copies the rows once, which an update of the weights leaves as they were, and
-the draft then has no parameter into which an update of the head fits. Here draft and target share the whole
-head, as without a map. A copy of the rows of the tokens in RLPIPE_DRAFT_VOCAB ({"tokens": ids}) is a buffer
-of the draft, which its logits are computed with, and which is written again after each update.
+SGLang's --speculative-token-map copies the rows once. A weight update does not change the copy, and the draft
+has no parameter that fits an update of the head. Here draft and target share the full head, as without a map.
+A buffer of the draft has a copy of the rows of the tokens in RLPIPE_DRAFT_VOCAB ({"tokens": ids}). The
+draft's logits are computed with this buffer, and it is written again after each update.
 
-The checksum of the buffer is left out of SGLang's answer while its rows are bit for bit the head's; otherwise
-rlpipe's canary sees a tensor of the draft that was never sent.
+SGLang's answer omits the checksum of the buffer while its rows equal the head's bit for bit; otherwise
+rlpipe's canary gets a tensor of the draft that was never sent.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-ASKED = "RLPIPE_DRAFT_VOCAB"  # the environment variable: path of the table
+ASKED = "RLPIPE_DRAFT_VOCAB"  # environment variable with the path of the table
 BUFFER = "draft_vocab_head"
 
 
 class CutHead:
-    """The rows `ids` [D] of a draft's head."""
+    """The rows `ids` [D] of a draft's head, in a buffer."""
 
     def __init__(self, model: torch.nn.Module, ids: torch.Tensor) -> None:
-        """Copy them, and compute the draft's logits [N, D] with the copy from now on."""
+        """Copy the rows, and make the draft compute its logits [N, D] with the copy from now on."""
         head, processor = model.lm_head, model.logits_processor
         if getattr(head, "use_intel_amx_backend", False):
             raise ValueError("rlpipe's plugin cannot cut a head that SGLang has packed for AMX.")
@@ -37,49 +37,49 @@ class CutHead:
         self.rows = self.expected()
         model.register_buffer(BUFFER, self.rows)
 
-        # of this draft's processor alone: the target has one of its own
+        # only for this draft's processor: the target has a separate one
         cut = SimpleNamespace(weight=self.rows)
         processor._compute_lm_head = partial(_computed, processor._compute_lm_head, cut)
 
     def expected(self) -> torch.Tensor:
-        """A new copy of the rows."""
+        """Return a new copy of the rows."""
         return self._head.weight.detach().index_select(0, self.ids)
 
     def refresh(self) -> None:
-        """Write the rows again, in the same memory: CUDA graphs read it."""
+        """Write the rows again in the same memory, because CUDA graphs read it."""
         self.rows.copy_(self.expected())
 
 
 def _computed(original: Callable, cut: Any, states: torch.Tensor, _: Any, *bias: Any, **out: Any) -> Any:
-    """Logits of `states` by the cut head in place of the one that is given."""
+    """Compute logits of `states` with the cut head instead of the given one."""
     return original(states, cut, *bias, **out)
 
 
-cut_heads: list[CutHead] = []  # of this process's draft
+cut_heads: list[CutHead] = []  # the heads of this process's draft
 
 
 def tokens() -> torch.Tensor | None:
-    """[D] int64: the tokens that the draft knows; None for all."""
+    """Return the tokens that the draft knows, [D] int64; None for all."""
     path = os.environ.get(ASKED)
     return torch.tensor(json.loads(Path(path).read_text())["tokens"]) if path else None
 
 
 def installed(worker: Any) -> None:
-    """Cut the head of a draft worker whose memory pool is ready; without a table, change nothing."""
+    """Cut the head of a draft worker after its memory pool is allocated; without a table, do nothing."""
     ids = tokens()
     if ids is not None:
         cut_heads[:] = [CutHead(worker.draft_runner.model, ids)]
-        worker.hot_token_id = cut_heads[0].ids  # by which SGLang names what it has drawn
+        worker.hot_token_id = cut_heads[0].ids  # SGLang maps sampled tokens to target ids with it
 
 
 def updated(_: Any, *__: Any) -> None:
-    """AFTER `record_weight_version_after_update`, which each way of updating calls when it has loaded."""
+    """After `record_weight_version_after_update`, which ends every kind of update: refresh the rows."""
     for head in cut_heads:
         head.refresh()
 
 
 def checked(checksums: dict[str, str]) -> None:
-    """Take the cut head out of the checksums of a draft, unless it differs from the head's rows."""
+    """Remove the cut head from a draft's checksums, unless it differs from the head's rows."""
     for head in cut_heads:
         if BUFFER in checksums and torch.equal(head.rows, head.expected()):
             del checksums[BUFFER]

@@ -1,9 +1,9 @@
-"""How many tokens each step drafts: `rlpipe.spec.gamma` in place of SGLang's own adaptive policy.
+"""Chooses how many tokens each step drafts, with `rlpipe.spec.gamma` instead of SGLang's adaptive policy.
 
-SGLang asks before each decode step and tells what was kept when the step is over, so a choice knows earlier
-tokens alone. What a step of each width costs is measured on the load itself: the first steps at a batch
-size go through all widths, there and back, so that requests that end meanwhile favour none. gamma.py is read
-from rlpipe, at the path in RLPIPE_GAMMA.
+SGLang asks before each decode step, and reports the accepted drafts after it, so a choice depends only on
+earlier tokens. The cost of a step of each width is measured on real load: the first steps at a batch size go
+through all widths, up and down, so that requests that end meanwhile do not favour a width. rlpipe's gamma.py
+is loaded from the path in RLPIPE_GAMMA.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-ASKED = "RLPIPE_GAMMA"  # the environment variable; without it nothing here is hooked
+ASKED = "RLPIPE_GAMMA"  # environment variable; without it no function of this module is hooked
 
 
 class Widths:
-    """The policy that SGLang's `AdaptiveController` asks. deepest: most drafts a step."""
+    """The policy that SGLang's `AdaptiveController` asks. deepest: maximum of drafts per step."""
 
     def __init__(
         self,
@@ -35,27 +35,27 @@ class Widths:
         self.candidate_steps = list(range(deepest + 1))
         self.finished = deepest  # width of the step that is being processed
         self._gamma, self._clock = gamma, clock
-        self._policy: Any = None  # made when a batch size is measured
+        self._policy: Any = None  # made when a batch size has been measured
         self._graphs: list[int] | None = None
-        self._rare_sizes = rare_sizes  # picks those of a width other than the largest
-        self._running: deque[tuple[int, int]] = deque()  # (batch, width) of steps that are not over
-        self._order = self.candidate_steps + self.candidate_steps[::-1]  # in which widths are measured
-        self._measured: dict[int, list[tuple[int, float]]] = {}  # (batch, seconds) in that order, by bucket
+        self._rare_sizes = rare_sizes  # selects batch sizes to capture for all widths except the largest
+        self._running: deque[tuple[int, int]] = deque()  # (batch, width) of unfinished steps
+        self._order = self.candidate_steps + self.candidate_steps[::-1]  # order in which widths are measured
+        self._measured: dict[int, list[tuple[int, float]]] = {}  # (batch, seconds) in this order, by bucket
         self._known: set[int] = set()  # buckets with costs
-        self._last: float | None = None  # when the step before was over; None behind a prefill
+        self._last: float | None = None  # end of the previous step; None after a prefill
 
     def set_cuda_graph_bs(self, sizes: list[int] | None) -> None:
-        """Batch sizes of SGLang's graphs; None without graphs."""
+        """Set the batch sizes of SGLang's graphs; None without graphs."""
         self._graphs = sizes
 
     def cuda_graph_bs_for_step(self, width: int) -> list[int] | None:
-        """Sizes to capture: each takes about half a second and memory, and most widths are rarely used."""
+        """Return the sizes to capture: few for most widths, as each takes half a second and memory."""
         if self._graphs is None or width == self.candidate_steps[-1]:
             return self._graphs
         return self._rare_sizes(self._graphs)
 
     def get_steps_for_batch(self, batch: int) -> int:
-        """Drafts of the step that begins now."""
+        """Return the number of drafts of the step that begins now."""
         bucket = (batch - 1).bit_length()
         if bucket in self._known:
             width = self._policy.choose(batch)
@@ -65,7 +65,7 @@ class Widths:
         return width
 
     def on_verify_complete(self, kept: Sequence[int], _: int) -> None:
-        """A step is over; kept: accepted drafts of its rows."""
+        """Record the end of a step. kept: number of accepted drafts in each row."""
         width, (batch, self.finished) = self.finished, self._running.popleft()
         now, before = self._clock(), self._last
         self._last = now
@@ -76,7 +76,7 @@ class Widths:
             self._policy.observe(at_least[:-1], at_least[1:])
 
     def disturbed(self) -> None:
-        """A prefill came between two steps: the time between them is not that of a step."""
+        """Record that a prefill ran between two steps: do not count the time between them as a step."""
         self._last = None
 
     def _took(self, batch: int, width: int, seconds: float, changed: bool) -> None:
@@ -85,7 +85,7 @@ class Widths:
             self._policy.timed(batch, width, seconds)
             return
         steps = self._measured[bucket]
-        if changed or width != self._order[len(steps)]:  # the first step also pays for the change
+        if changed or width != self._order[len(steps)]:  # includes the cost of the change
             return
         steps.append((batch, seconds))
         if len(steps) < len(self._order):
@@ -107,28 +107,28 @@ policy: Widths | None = None  # of this scheduler
 
 
 def installed(original: Callable, worker: Any) -> None:
-    """AROUND `EAGLEWorkerV2.init_cuda_graphs`: our policy before states of its widths are built."""
+    """Around `EAGLEWorkerV2.init_cuda_graphs`: first install rlpipe's policy, which sets the widths."""
     global policy
     spec = importlib.util.spec_from_file_location("rlpipe_gamma", os.environ[ASKED])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     policy = Widths(worker.speculative_num_steps, module.AdaptiveGamma, rare_sizes=module.rare_sizes)
 
-    # SGLang writes a line for each switch.
+    # Drop the log line that SGLang writes for each change of width.
     logging.getLogger(type(worker).__module__).addFilter(lambda record: "Switch adaptive" not in record.msg)
     worker.adaptive_controller.params = policy
     original(worker)
 
 
 def prefilled(original: Callable, worker: Any, *rest: Any, **more: Any) -> Any:
-    """AROUND `EAGLEWorkerV2._forward_prefill_batch`."""
+    """Around `EAGLEWorkerV2._forward_prefill_batch`: report the prefill to the policy."""
     if policy is not None:
         policy.disturbed()
     return original(worker, *rest, **more)
 
 
 def undrafted(verify: Any, worker: Any, batch: Any) -> None:
-    """AFTER `_build_trivial_verify_input`: rejection sampling asks for q, which is that of no draft."""
+    """After `_build_trivial_verify_input`: add an unused q, as rejection sampling requires one."""
     from sglang.srt.runtime_context import get_spec
 
     if not get_spec().speculative_use_rejection_sampling:
@@ -138,7 +138,7 @@ def undrafted(verify: Any, worker: Any, batch: Any) -> None:
 
 
 def counted(_: Callable, request: Any, kept: int) -> None:
-    """AROUND `Req.update_spec_correct_drafts_histogram`: entry w (w + 1) / 2 + k for k kept of w drafts."""
+    """Around `Req.update_spec_correct_drafts_histogram`: count k of w drafts in entry w (w + 1) / 2 + k."""
     histogram, deepest = request.spec_correct_drafts_histogram, policy.candidate_steps[-1]
     histogram += [0] * ((deepest + 1) * (deepest + 2) // 2 - len(histogram))
     histogram[policy.finished * (policy.finished + 1) // 2 + kept] += 1

@@ -1,8 +1,8 @@
-"""SGLang's torch_native attention with what a chain of MTP drafts needs.
+"""SGLang's torch_native attention, extended for a chain of MTP drafts.
 
-Two things are added to `TorchNativeAttnBackend`. A verify step extends every sequence by the drafted
-tokens, for which the batch carries no extend lengths; a draft step k attends to k + 1 positions more
-than the batch says. Both are expressed as an overlay of the batch, so attention itself stays SGLang's.
+Two things are added to `TorchNativeAttnBackend`. A verify step extends every sequence by the draft tokens,
+but the batch has no extend lengths for it. Draft step k attends to k + 1 positions more than the batch
+contains. Both are implemented as an overlay of the batch, so attention itself is unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 
 class _Overlay:
-    """A batch with some attributes replaced."""
+    """A batch in which some attributes are replaced."""
 
     def __init__(self, batch: Any, **replaced: Any) -> None:
         self.__dict__.update(replaced, _batch=batch)
@@ -24,7 +24,7 @@ class _Overlay:
 
 
 class MtpTorchNativeBackend(TorchNativeAttnBackend):
-    """draft_step: which step of multi-step drafting this instance serves, None for every other pass."""
+    """The backend. draft_step: the step of multi-step drafting that it serves, None for other passes."""
 
     def __init__(self, model_runner: Any, draft_step: int | None = None) -> None:
         super().__init__(model_runner)
@@ -52,7 +52,7 @@ class MtpTorchNativeBackend(TorchNativeAttnBackend):
 
 
 class DraftSteps:
-    """One backend per draft step after the first, as SGLang's drafting loop asks for."""
+    """One backend for each draft step after the first, as SGLang's drafting loop requires."""
 
     def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
         if topk != 1:

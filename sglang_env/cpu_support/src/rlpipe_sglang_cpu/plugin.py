@@ -1,7 +1,7 @@
-"""SGLang's plugin entry point: MTP decoding on the CPU, and nothing at all where there is a GPU.
+"""SGLang's plugin entry point: adds MTP decoding on a CPU, and does nothing where there is a GPU.
 
-SGLang calls `load` once in every process it starts, before it builds a model. Everything replaced here
-is looked up by SGLang through the module it is set on, so the order of imports does not matter.
+SGLang calls `load` once in every process it starts, before it builds a model. It looks up all replaced
+functions through the modules in which they are replaced, so the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def load() -> None:
-    """Put the CPU parts in place; does nothing when CUDA is available."""
+    """Install the CPU parts; does nothing when CUDA is available."""
     if torch.cuda.is_available():
         logger.warning("rlpipe-sglang-cpu stays inactive: CUDA is available")
         return
@@ -47,7 +47,7 @@ def load() -> None:
     DraftBackendFactory._create_backend = create_backend
 
     def verify_uses_greedy(*, is_all_greedy: bool, **_) -> bool:
-        return is_all_greedy  # SGLang's own also answers yes on any CPU, which would not sample
+        return is_all_greedy  # SGLang's function is also true on any CPU, which would prevent sampling
 
     eagle_utils._verify_uses_greedy = verify_uses_greedy
     eagle_utils.chain_speculative_sampling_triton = verify.chain_speculative_sampling

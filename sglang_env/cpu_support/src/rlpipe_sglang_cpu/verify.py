@@ -1,10 +1,11 @@
 """Verification of a chain of drafts in torch, with the signatures of SGLang's CUDA and Triton kernels.
 
 `chain_speculative_sampling` is speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1):
-draft x is kept if u * q(x) < p(x), else the token is drawn from max(p - q, 0). Target-only verification
-keeps it if u < p(x), else draws from p without x. Both emit p exactly. n is gamma + 1 throughout.
+draft x is accepted if u * q(x) < p(x), else the token is sampled from max(p - q, 0). Target-only verification
+accepts x if u < p(x), else it samples from p without x. With both, emitted tokens have exactly the
+distribution p. n is gamma + 1 throughout.
 
-    candidates [B, n] int64, column 0 the last token before the drafts
+    candidates [B, n] int64, column 0 is the last token before the drafts
     target_probs [B, n, V], draft_probs [B, n - 1 or n, V] float32
     uniform_samples [B, >= n - 1], uniform_samples_for_final_sampling [B], in [0, 1)
     predicts [B * n] int32, accept_index [B, n] int32, accept_token_num [B] int32: written in place
@@ -33,7 +34,7 @@ def chain_speculative_sampling(
     *,
     block_verification: bool = False,
 ) -> None:
-    """Rejection sampling of a chain; see the module. Thresholds are not used, as in SGLang's kernel."""
+    """Verify a chain by rejection sampling. Thresholds are ignored, as in SGLang's kernel."""
     if block_verification:
         raise NotImplementedError("block verification needs SGLang's CUDA kernel")
     p, q = _of_drafts(target_probs, candidates), _of_drafts(draft_probs, candidates)
@@ -64,7 +65,7 @@ def chain_target_only_sampling(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """Target-only verification of a chain; lossless at thresholds of 1, SGLang's default."""
+    """Verify a chain by the target-only rule; lossless with thresholds of 1, SGLang's default."""
     p = _of_drafts(target_probs, candidates)
     kept = (uniform_samples[:, : p.shape[1]] < p / threshold_acc) | (p >= threshold_single)
     accepted = kept.int().cumprod(1).sum(1)
@@ -85,20 +86,20 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _of_drafts(probs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """[B, n - 1]: probability of each drafted token in its row."""
+    """Return the probability of each draft token in its row, [B, n - 1]."""
     drafts = candidates[:, 1:].long()
     return probs[:, : drafts.shape[1]].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
 
 
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[B] tokens from unnormalized weights [B, V]; a row without mass gives the last token."""
+    """Sample tokens [B] from unnormalized weights [B, V]; for a row without mass, return the last token."""
     cumulative = weights.double().cumsum(-1)
     below = cumulative <= uniforms[:, None].double() * cumulative[:, -1:]
     return below.sum(-1).clamp(max=weights.shape[-1] - 1)
 
 
 def _commit(predicts, accept_index, accept_token_num, candidates, retrive_index, accepted, final) -> None:
-    """Write each sequence's kept drafts, then its final token, where SGLang reads them."""
+    """Write each sequence's accepted drafts, then its final token, to the tensors that SGLang reads."""
     for row, count in enumerate(accepted.tolist()):
         places = retrive_index[row, : count + 1].long()
         accept_index[row, : count + 1] = places.to(accept_index.dtype)

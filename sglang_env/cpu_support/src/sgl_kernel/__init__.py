@@ -1,8 +1,8 @@
-"""A stand-in for `sgl_kernel`: the compiled CPU operations that decoding with a chain of drafts calls.
+"""Replaces `sgl_kernel`: torch versions of the CPU operations that decoding with a chain of drafts calls.
 
-The published wheel holds CUDA code. SGLang imports many names from it on any device; those that a dense
-text model on a CPU really calls are here, in torch, and every other name raises when it is called.
-Shapes: B sequences, n = gamma + 1 tokens of a verify step. Outputs are written in place.
+The published wheel contains CUDA code. SGLang imports many names from it on any device. The functions that a
+dense text model on a CPU really calls are implemented here, in torch; every other name raises when it is
+called. Shapes: B sequences, n = gamma + 1 tokens of a verify step. Outputs are written in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Callable:
 
 
 def assign_req_to_token_pool_cpu(req_pool, req_to_token, start, end, out_cache_loc, pool_len) -> None:
-    """Enter newly allocated cache slots into each request's row: positions start[i]..end[i] - 1."""
+    """Write newly allocated cache slots into each request's row: positions start[i]..end[i] - 1."""
     taken = 0
     for row, first, last in zip(req_pool.tolist(), start.tolist(), end.tolist(), strict=True):
         count = last - first
@@ -35,7 +35,7 @@ def assign_req_to_token_pool_cpu(req_pool, req_to_token, start, end, out_cache_l
 
 
 def assign_extend_cache_locs_cpu(req_pool, req_to_token, start, end, out_cache_loc, pool_len) -> None:
-    """Read the slots of positions start[i]..end[i] - 1 of each request, one after another."""
+    """Read the slots of positions start[i]..end[i] - 1 of each request, one request after the other."""
     taken = 0
     for row, first, last in zip(req_pool.tolist(), start.tolist(), end.tolist(), strict=True):
         count = last - first
@@ -46,7 +46,7 @@ def assign_extend_cache_locs_cpu(req_pool, req_to_token, start, end, out_cache_l
 def assign_draft_cache_locs_contiguous_cpu(
     req_pool, req_to_token, seq_lens, out_cache_loc, pool_len, topk, num_steps
 ) -> None:
-    """Read the slots the draft steps will write: topk * num_steps after the end of each sequence."""
+    """Read the slots that the draft steps will write: topk * num_steps after the end of each sequence."""
     count = topk * num_steps
     for i, (row, first) in enumerate(zip(req_pool.tolist(), seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, first : first + count]
@@ -56,7 +56,7 @@ def assign_draft_cache_locs_contiguous_cpu(
 def build_tree_kernel_efficient_cpu(
     parents, selected, seq_lens, mask, positions, index, next_token, next_sibling, topk, depth, n, mode
 ) -> None:
-    """Describe a chain as SGLang's tree: token i follows token i - 1, no siblings, causal mask [B, n, n]."""
+    """Describe a chain as a tree: token i follows token i - 1, no siblings, causal mask [B, n, n]."""
     if topk != 1 or mode != 1:
         raise NotImplementedError(f"the CPU builds chains only, got topk={topk} and mask mode {mode}")
     batch, steps = seq_lens.numel(), torch.arange(n)
@@ -78,7 +78,7 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling,
     target_predict,
 ) -> None:
-    """Keep drafts as long as each is the target's argmax; target_predict [B, n] or flat. Names: SGLang's."""
+    """Accept drafts while each is the target's argmax; target_predict: [B, n] or flat. Names: SGLang's."""
     batch, n = candidates.shape
     best = target_predict.view(batch, n)
     accepted = (candidates[:, 1:] == best[:, :-1]).int().cumprod(1).sum(1)
@@ -90,20 +90,20 @@ def verify_tree_greedy_cpu(
 
 
 def fill_bonus_tokens_cpu(tokens, accept_lens, out, stride) -> None:
-    """The last token each sequence kept: tokens [B, stride], accept_lens [B] counts it in."""
+    """Write the last accepted token of each sequence: tokens [B, stride]; accept_lens [B] includes it."""
     rows = torch.arange(accept_lens.numel())
     out.copy_(tokens.view(-1)[stride * rows + accept_lens.long() - 1])
 
 
 def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, out, size=None) -> None:
-    """Cache slots of the kept tokens, in order; accept_index holds -1 where nothing was kept."""
+    """Write the cache slots of accepted tokens, in order; accept_index: -1 marks a rejected one."""
     kept = accept_index.view(-1)
     kept = kept[kept >= 0].long()
     out[: kept.numel()] = out_cache_loc[kept]
 
 
 def rotate_input_ids_cpu(input_ids, start, lengths, topk_index, select_index=None) -> None:
-    """Shift each sequence's ids left by one and put its next token at the end (or at select_index)."""
+    """Shift each sequence's ids left by one and write its next token at the end (or at select_index)."""
     for i, (first, length) in enumerate(zip(start.tolist(), lengths.tolist(), strict=True)):
         if not length:
             continue
@@ -113,4 +113,4 @@ def rotate_input_ids_cpu(input_ids, start, lengths, topk_index, select_index=Non
 
 
 def copy_all_layer_kv_cache_cpu(*_, **__) -> None:
-    """Moves cache entries of a tree's kept branch together: a chain's already are."""
+    """Do nothing: in a chain, the cache entries of accepted tokens are already adjacent."""

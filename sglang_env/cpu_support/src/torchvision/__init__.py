@@ -1,6 +1,6 @@
-"""A stand-in for torchvision: names that SGLang imports and that a text model never calls.
+"""Replaces torchvision: names that SGLang imports and that a text model never calls.
 
-The real one exists for CUDA builds of torch only where these packages come from. Calling anything raises.
+The package index has the real torchvision only for CUDA builds of torch. Every call of a name raises.
 """
 
 __version__ = "0.0"

@@ -1,4 +1,4 @@
-"""What every module of the stand-in answers with."""
+"""The attributes of every module of this replacement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def absent(module: str) -> Callable[[str], type]:
-    """A module's `__getattr__`: any name is a class that cannot be made."""
+    """Return a module's `__getattr__`, for which any name is a class that cannot be instantiated."""
 
     def __getattr__(name: str) -> type:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Names of torchvision.io."""
+"""Replaces torchvision.io."""
 
 from torchvision._absent import absent
 

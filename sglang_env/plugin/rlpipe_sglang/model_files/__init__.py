@@ -1,9 +1,9 @@
-"""In a scheduler: import the file of the model that is served, instead of all 259 model files.
+"""In a scheduler: imports the file of the served model instead of all 259 model files.
 
-SGLang imports them all when it looks for its first class, unless SGLANG_EXTERNAL_MODEL_PACKAGE names a
-package of models to look in before. rlpipe's launcher names this one, which has no models: the hook adds the
-classes of the one file that defines what a checkpoint's config.json names. For a class that no file defines
-SGLang imports them all, as before.
+SGLang imports all files when it looks up its first class, unless SGLANG_EXTERNAL_MODEL_PACKAGE names a
+package of models that it should search first. rlpipe's launcher names this package, which has no models: the
+hook adds the classes of the one file that defines the class in a checkpoint's config.json. If no file defines
+it, SGLang imports all files, as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ASKED = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 def one_file(original: Callable, model_config: Any) -> tuple[type, str]:
-    """AROUND `get_model_architecture`, which is called for the target and for its draft."""
+    """Around `get_model_architecture`, called for target and draft: first import the class's file."""
     from sglang.srt.models.registry import ModelRegistry
 
     for architecture in model_config.hf_config.architectures or ():
@@ -28,7 +28,7 @@ def one_file(original: Callable, model_config: Any) -> tuple[type, str]:
 
 
 def _classes_beside(architecture: str) -> dict[str, type]:
-    """Import the file that defines a class; return all classes of models in it by name, or none."""
+    """Import the file that defines a class; return its model classes by name, empty without a file."""
     package = import_module("sglang.srt.models")
     definition = re.compile(rf"^class {re.escape(architecture)}\b", re.MULTILINE)
 

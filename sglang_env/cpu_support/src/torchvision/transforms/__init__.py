@@ -1,4 +1,4 @@
-"""Names of torchvision.transforms."""
+"""Replaces torchvision.transforms."""
 
 import enum
 
@@ -6,7 +6,7 @@ from torchvision._absent import absent
 
 
 class InterpolationMode(enum.Enum):
-    """Real values, because SGLang's defaults name them."""
+    """An enum with torchvision's values, because SGLang's defaults use them."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

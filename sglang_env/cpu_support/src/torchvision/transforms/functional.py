@@ -1,4 +1,4 @@
-"""Names of torchvision.transforms.functional."""
+"""Replaces torchvision.transforms.functional."""
 
 from torchvision._absent import absent
 from torchvision.transforms import InterpolationMode

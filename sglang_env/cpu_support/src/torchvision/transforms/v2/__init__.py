@@ -1,4 +1,4 @@
-"""Names of torchvision.transforms.v2."""
+"""Replaces torchvision.transforms.v2."""
 
 from torchvision._absent import absent
 from torchvision.transforms import InterpolationMode

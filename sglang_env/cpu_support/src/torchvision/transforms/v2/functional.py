@@ -1,4 +1,4 @@
-"""Names of torchvision.transforms.v2.functional."""
+"""Replaces torchvision.transforms.v2.functional."""
 
 from torchvision._absent import absent
 
