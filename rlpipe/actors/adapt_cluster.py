@@ -1,8 +1,8 @@
-"""The processes of an adaptation with `cluster=ray`: ranks that train a draft, workers that record rollouts.
+"""The processes of an adaptation with `cluster=ray`: ranks that train a draft, and rollout workers.
 
-Both are Ray actors, and no worker is alive while a draft is trained. A worker that dies is replaced and its
-prompts are rolled out again, as in RL (`workers.py`). When a rank dies the run ends, and the next one
-continues from the newest checkpoint.
+All are Ray actors. The workers record rollouts before training and have ended when it begins. A worker that
+dies is replaced and its prompts are rolled out again, as in RL (`workers.py`). When a rank dies the run ends;
+the next start continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _gpus() -> int:
 
 
 class AdaptRank:
-    """Rank `rank` of `world_size`; every method but `address` is collective."""
+    """Trainer rank `rank` of `world_size`; every method except `host` and `address` is collective."""
 
     def __init__(self, make: MakeTrainer, rank: int, world_size: int) -> None:
         self._make, self._rank, self._world_size = make, rank, world_size
@@ -53,11 +53,11 @@ class AdaptRank:
         return ray.util.get_node_ip_address()
 
     def address(self, host: str) -> str:
-        """Return the address at which this rank, the first, waits for the others."""
+        """Return the address at which this rank, which must be the first, waits for the other ranks."""
         return open_address(host, world_size=self._world_size)
 
     def start(self, master: str) -> bool:
-        """Build the model and join the other ranks; return whether it shares prefixes of siblings."""
+        """Build the model and join the other ranks; return whether siblings may share prefixes."""
         self._trainer = self._make(rank=self._rank, world_size=self._world_size, master=master)
         return self._trainer.shares_prefixes
 
@@ -86,16 +86,16 @@ class AdaptRank:
         self._trainer.load(directory)
 
     def export(self) -> WeightPayload | None:
-        """Return the full weights; None off rank 0."""
+        """Return the full weights on rank 0, None on other ranks."""
         weights = self._trainer.export_weights()
         return pack_weights(weights, 0) if weights is not None and self._rank == 0 else None
 
 
 class TrainerRanks:
-    """Several ranks behind the interface of one trainer of drafts: every call goes to all ranks.
+    """Several ranks with the interface of a single trainer of drafts: every call goes to all ranks.
 
-    make: builds a rank's trainer from rank, world_size and master; importable by name. Raises RunStopped when
-    a rank dies.
+    make: builds a rank's trainer from rank, world_size and master; it must be importable by name. Calls raise
+    RunStopped when a rank dies.
     """
 
     def __init__(self, config: Config, make: MakeTrainer) -> None:
@@ -118,23 +118,23 @@ class TrainerRanks:
         return self._call_ranks(lambda rank: rank.adapt_step.remote(shared))[0]
 
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
-        """Compute teacher-forced statistics of the draft; changes nothing."""
+        """Compute teacher-forced statistics of the draft; the trainer's state does not change."""
         shared = ray.put(batch)
         return self._call_ranks(lambda rank: rank.mtp_stats.remote(shared))[0]
 
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
-        """Tabulate draft and target at every context; changes nothing. See `MegatronTrainer.draft_tables`."""
+        """Tabulate draft and target at every context; see `MegatronTrainer.draft_tables`."""
         shared = ray.put(batch)
         return self._call_ranks(lambda rank: rank.draft_tables.remote(shared))[0]
 
     def export_weights(self) -> dict[str, torch.Tensor]:
-        """Return target and draft under HF names, on the CPU."""
+        """Return the weights of target and draft under HF names, on the CPU."""
         payload = self._call_ranks(lambda rank: rank.export.remote())[0]
         assert payload is not None, "rank 0 exports the weights"
         return unpack_weights(payload)
 
     def save(self, directory: Path) -> None:
-        """Save everything a resumed run needs."""
+        """Save all state that a resumed run needs."""
         self._call_ranks(lambda rank: rank.save.remote(directory))
 
     def save_hf(self, directory: Path) -> None:
@@ -142,7 +142,7 @@ class TrainerRanks:
         self._call_ranks(lambda rank: rank.save_hf.remote(directory))
 
     def load(self, directory: Path) -> None:
-        """Load what `save` wrote, with any number of ranks."""
+        """Load a checkpoint of `save`, which may have another number of ranks."""
         self._call_ranks(lambda rank: rank.load.remote(directory))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ async def recording(
 ) -> AsyncIterator[Callable[[Prompt, int], Awaitable[Group]]]:
     """Yield a function that rolls out a prompt's group on the least loaded of `rollout.workers` engines."""
     rollout = config.rollout
-    config = replace(config, metrics=replace(config.metrics, rollouts_per_step=0))  # the drafts are not read
+    config = replace(config, metrics=replace(config.metrics, rollouts_per_step=0))  # do not record drafts
     options = {"num_cpus": 1, "num_gpus": _gpus() * rollout.gpus_per_worker, "max_concurrency": 1000}
     actor: Any = ray.remote(**options)(RolloutWorker)
     workers = Workers(

@@ -3,7 +3,8 @@
     DumpingCluster:  train_step -> DUMP -> the wrapped cluster's train_step (empty with run.half=rollout)
     ReplayCluster:   DUMP -> collect;  train_step -> the wrapped cluster's, compared with recorded metrics
 
-Every other call goes to the wrapped cluster. Calls of `publish_weights` tell both which step is next.
+Every other call goes to the wrapped cluster. Both get the number of the next step from calls of
+`publish_weights`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAX_NAMES = 8  # metrics listed in an event
 
 
 class _WrappedCluster(Cluster):
-    """Passes every call on; subclasses change some. event: as `MetricsBus.event`."""
+    """Passes every call to the wrapped cluster; subclasses change some. event: see `MetricsBus.event`."""
 
     def __init__(self, cluster: Cluster, dump: Dump, event: Callable[..., None]) -> None:
         self._cluster, self._dump, self._event = cluster, dump, event
@@ -79,7 +80,8 @@ class _WrappedCluster(Cluster):
 class DumpingCluster(_WrappedCluster):
     """Writes every batch before the trainer steps on it, and the trainer's metrics afterwards.
 
-    needed: the dump is the purpose of the run, so a full disk ends the run; otherwise only the dump ends.
+    needed: whether the dump is the purpose of the run. If so, a full disk ends the run; otherwise only the
+    dump ends.
     """
 
     def __init__(self, cluster: Cluster, dump: Dump, *, needed: bool, event: Callable[..., None]) -> None:
@@ -100,7 +102,7 @@ class DumpingCluster(_WrappedCluster):
         return await super().publish_weights(version)
 
     async def _write(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Write to the dump in a thread; a failure ends the recording, or the run if it needs the dump."""
+        """Write to the dump in a thread. A failure ends the dump, and the run if the dump is `needed`."""
         if self._off:
             return
         try:
@@ -172,6 +174,6 @@ def with_dump(
 
 
 def comparable(metrics: Mapping[str, Value]) -> dict[str, Any]:
-    """Return a trainer's metrics, except clocks, exact as in JSON; NaN as text equals itself."""
+    """Return a trainer's metrics without clocks, exact as in JSON; NaN becomes text, to be comparable."""
     compared = {name: value for name, value in metrics.items() if not name.startswith(_CLOCKS)}
     return {name: str(value) if value != value else value for name, value in observed(compared)}

@@ -20,7 +20,7 @@ class EngineEntry:
     """One row of `ENGINES`.
 
     make: starts the engine on a checkpoint; log_dir and on_event are for engines with logs and failures.
-    check: refuses wrong settings or machines with a ValueError, before anything is started.
+    check: raises ValueError for wrong settings or machines, before anything is started.
     """
 
     make: Callable[..., Engine]
@@ -45,7 +45,7 @@ def _check_sglang(config: RolloutConfig, spec: SpecConfig, model_path: Path) -> 
     check_launch(config, spec, model_path)
 
 
-# torch and the engines are imported on first use: `rlpipe check` needs none of them.
+# Import torch and the engines on first use, as `rlpipe check` does not need them.
 ENGINES: dict[EngineKind, EngineEntry] = {
     EngineKind.EMBEDDED: EngineEntry(make=_make_embedded),
     EngineKind.SGLANG: EngineEntry(make=_make_sglang, check=_check_sglang),
@@ -61,7 +61,7 @@ def check_engine(config: Config) -> None:
     if check is None or config.cluster.address:
         return
 
-    # What weight_transfer=auto becomes on this machine may be what does not work.
+    # Resolve weight_transfer=auto first, because the result may not work on this machine.
     if config.cluster.mode is ClusterMode.RAY:
         import torch
 
@@ -72,8 +72,8 @@ def check_engine(config: Config) -> None:
 def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:
     """Start the engine of `config.rollout`.
 
-    on_event: called with each of its failures (kind, fields). model: path of the model to serve, if it is not
-    the generating model; such a model runs without a draft if it has no MTP layer.
+    on_event: called for each failure of the engine (kind, fields). model: path of another model to serve
+    instead of the generating one; such a model runs without a draft if it has no MTP layer.
     Raises ValueError for unsupported settings, models or environments.
     """
     path: Path = resolve_model(model or config.rollout_model)

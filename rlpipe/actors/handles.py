@@ -1,7 +1,7 @@
-"""Types of Ray's handles of rlpipe's actors: the methods that a run calls, and what each returns.
+"""Types for Ray's handles of rlpipe's actors: the methods that a run calls, and their results.
 
-`handle.collect.remote(prompt, 4)` starts `RolloutWorker.collect` in the actor's process; awaiting its return
-value gives the answer. Any argument may be an object reference instead of a value.
+`handle.collect.remote(prompt, 4)` starts `RolloutWorker.collect` in the actor's process; await its return
+value to get the result. Any argument may be an object reference instead of a value.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Remote(Protocol[T_co]):
     """One method of an actor."""
 
     def remote(self, *args: Any) -> Awaitable[T_co]:
-        """Start the method; await the returned object for its answer."""
+        """Start the method; await the returned object to get its result."""
         ...
 
     def options(self, *, concurrency_group: str) -> Remote[T_co]:
-        """Return the method bound to another thread of its actor."""
+        """Return the method, bound to another thread of its actor."""
         ...
 
 

@@ -1,6 +1,6 @@
 """All components in one process: the engine decodes in its thread, the trainer steps in another.
 
-For debuggers, and for machines without Ray; workers and controller are those of a Ray cluster.
+It is for debuggers and machines without Ray. Workers and controller are the same as in a Ray cluster.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class InlineCluster(Cluster):
-    """One rollout worker and one trainer rank, or only one of the two with `run.half`.
+    """A cluster with one rollout worker and one trainer rank, or only one of the two with `run.half`.
 
-    All calls of the trainer run on one thread, except the writing of checkpoints.
-    on_event: receives every failure (kind, fields).
+    All calls of the trainer run on one thread, except the writing of checkpoints. on_event: called for every
+    failure (kind, fields).
     """
 
     def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
@@ -112,13 +112,13 @@ class InlineCluster(Cluster):
         self._thread.shutdown()
 
     async def rebuild_trainer(self) -> None:
-        """Do nothing: the trainer runs in this process, so it is never lost without the run."""
+        """Do nothing, because the trainer runs in this process and is never lost without the run."""
 
     def kill(self) -> None:
-        """Do nothing: no component outlives this process."""
+        """Do nothing, because no component outlives this process."""
 
     async def _report_events(self, rollout: RolloutWorker, answer: Awaitable[T]) -> T:
-        """Wait for a rollout worker's answer, then report the failures that its engines recorded."""
+        """Wait for a rollout worker's result, then report the failures that its engines recorded."""
         try:
             return await answer
         finally:

@@ -3,11 +3,11 @@
     with watched_over():  # starts one more process, in a separate session
         ...
 
-Only for leftovers without another owner: a worker ends its sandboxes, `rollout/sglang/guard.py` ends
-a server after the death of its worker, `RaySession` ends Ray. Flow: the driver puts a mark into its
+It handles only leftovers without another owner: a worker ends its sandboxes, `rollout/sglang/guard.py` ends a
+server after the death of its worker, and `RaySession` ends Ray. Flow: the driver puts a mark into its
 environment, which its child processes inherit. The watching process waits until the driver has ended for any
 reason. It then kills all processes with the mark, and removes the folders, control groups and containers of
-dead rlpipe processes. Processes of other runs are not touched.
+dead rlpipe processes. Processes of other runs are not affected.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from rlpipe.rollout.shared_entries import remove_leftovers as remove_servers
 
 @contextmanager
 def watched_over(containers: bool = False) -> Iterator[None]:
-    """End every process of the block after it, or after this process. containers: also remove those."""
+    """End every process that is started within the context, when the context or this process ends.
+
+    containers: also remove containers that were started within it.
+    """
     os.environ[MARK] = mark = uuid.uuid4().hex
 
-    # The watcher ignores signals from the terminal and has no mark, so that it outlives the driver.
+    # The watcher ignores signals from the terminal and has no mark, so it outlives the driver.
     watcher = subprocess.Popen(
         [sys.executable, "-m", "rlpipe.actors.leftovers", str(os.getpid()), mark, str(containers)],
         stdin=subprocess.DEVNULL,
@@ -58,7 +61,8 @@ def watched_over(containers: bool = False) -> Iterator[None]:
 def marked(mark: str) -> list[psutil.Process]:
     """Return the living processes with the mark in their environment, and their descendants.
 
-    Descendants count, because Ray's agents and SGLang's schedulers overwrite their environment by a title.
+    Descendants are included, because Ray's agents and SGLang's schedulers overwrite their environment with a
+    title.
     """
     family: set[psutil.Process] = set()
     for process in psutil.process_iter():
@@ -76,7 +80,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def clean_up(mark: str, containers: bool) -> None:
-    """Kill all processes with the mark, then remove the files of dead ones."""
+    """Kill all processes with the mark, then remove the files of dead processes."""
     deadline = time.monotonic() + PATIENCE_S
     kill_all(lambda: marked(mark))
 
@@ -84,7 +88,7 @@ def clean_up(mark: str, containers: bool) -> None:
     remove_servers()
     remove_sandboxes(mark)
 
-    # A process in a control group may still be ending, and its group cannot be removed before.
+    # A control group cannot be removed while a process in it is still ending.
     while leftovers(mark) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
         remove_sandboxes(mark)
@@ -102,7 +106,7 @@ def main() -> None:
 
     with suppress(ProcessLookupError):
         driver = os.pidfd_open(int(sys.argv[1]))
-        # Another parent means that the driver is gone and its id belongs to another process.
+        # If the parent is another process, the driver has ended and its id may have been reused.
         if os.getppid() == int(sys.argv[1]):
             select.select([driver], [], [])
 

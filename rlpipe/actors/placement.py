@@ -1,12 +1,12 @@
-"""The placement of a run's actors: one reservation of CPUs and GPUs, made before any actor starts.
+"""Places a run's actors with one reservation of CPUs and GPUs, made before any actor starts.
 
-A bundle of resources is on one node. Each rollout worker has a bundle with the GPUs of its server, and each
-tensor parallel group of the trainer has one for all its ranks, so neither is divided over nodes. Neighbouring
-groups are on the same node if several fit. With cluster.share_gpus worker n and rank n share a bundle, and
-the bundles of a tensor parallel group are on one node.
+A bundle of resources is always on one node. Each rollout worker has a bundle with the GPUs of its server, and
+each tensor parallel group of the trainer has one bundle for all its ranks, so neither is divided over nodes.
+Neighbouring groups are on the same node if several fit. With cluster.share_gpus worker n and rank n share a
+bundle, and the bundles of a tensor parallel group are on one node.
 
-Without a reservation Ray places one actor at a time, on a random one of the best nodes, and would wait
-forever for a server once no single node has enough free GPUs left.
+Without a reservation Ray would place one actor at a time, on a random one of the best nodes, and wait forever
+for a server if no single node has enough free GPUs left.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.config.run import Config
 
-PLACED_S = 120.0  # for Ray to reserve the resources of a run
-_OWN_CHOICE_S = 5.0  # for Ray to find places by itself; resources that fit are reserved in less than one
+PLACED_S = 120.0  # limit for Ray to reserve the resources of a run
+_OWN_CHOICE_S = 5.0  # limit for Ray to choose nodes by itself; it takes less than one second if all fit
 _POLL_S = 1.0
 Bundle = dict[str, float]
 
 
 class Placement:
-    """The resources reserved for a run. gpus: whether the cluster has any. Raises ValueError."""
+    """The resources reserved for a run. gpus: whether the cluster has GPUs. Raises ValueError."""
 
     def __init__(self, config: Config, *, gpus: bool) -> None:
         run_mode, trainer = config.run.half, config.trainer
         self._tp = trainer.tp
         self._workers = config.rollout.workers * run_mode.generates
-        self._left: list[int] = []  # bundles of workers that were drained
-        self._of_added: dict[int, int] = {}  # bundle of a worker that joined, if it took one of these
+        self._left: list[int] = []  # bundles of drained workers
+        self._of_added: dict[int, int] = {}  # worker that joined -> the drained worker's bundle that it uses
         self._groups: list[PlacementGroup] = []
         self._shared = config.cluster.share_gpus
 
         if self._shared:
-            # A bundle for each pair, as Ray would put two workers on one GPU of a larger bundle.
+            # Use a bundle for each pair, as Ray would put two workers on one GPU of a larger bundle.
             pairs: list[Bundle] = [{"CPU": 2, "GPU": 1}] * trainer.tp
             for _ in range(config.rollout.workers // trainer.tp):
                 self._reserve(pairs, "STRICT_PACK")
@@ -59,7 +59,7 @@ class Placement:
         self._team_bundles = self._by_node(range(self._workers, self._workers + teams))
 
     def of_worker(self, number: int) -> dict[str, Any]:
-        """Return the options that place a worker; one that joins takes the place of a drained one, if any."""
+        """Return the options that place a worker; a joining one uses the bundle of a drained one, if any."""
         if self._shared:
             return self._options(self._groups[number // self._tp], number % self._tp)
         if number >= self._workers and number not in self._of_added:
@@ -76,11 +76,11 @@ class Placement:
 
     @property
     def free(self) -> int:
-        """Return the number of workers that may join on the resources of drained workers."""
+        """Return the number of workers that can join on the resources of drained workers."""
         return len(self._left)
 
     def leave(self, number: int) -> None:
-        """Note that a worker was drained."""
+        """Record that a worker was drained."""
         bundle = self._of_added.pop(number, number)
         if bundle < self._workers:
             self._left.append(bundle)
@@ -92,14 +92,15 @@ class Placement:
 
     def _reserve(self, bundles: list[Bundle], strategy: str) -> None:
         """Reserve all bundles, or reserve none and return those that do not fit."""
-        # By Ray's choice: should a node be lost, Ray then moves its bundles to another.
+        # Let Ray choose the nodes first: then it can also move the bundles of a lost node to another.
         group = placement_group(bundles, strategy=strategy)
         if group.wait(_OWN_CHOICE_S):
             self._groups.append(group)
             return
         remove_placement_group(group)
 
-        # Ray fills node after node and may leave a bundle over although all would fit: name the nodes.
+        # Ray fills node after node and may fail to place a bundle although all would fit: then name the
+        # nodes.
         deadline = time.monotonic() + PLACED_S
         while True:
             free = _free_nodes()
@@ -120,12 +121,12 @@ class Placement:
 
     @staticmethod
     def _on_nodes(bundles: list[Bundle], nodes: list[str]) -> PlacementGroup:
-        """Reserve each bundle on the node of its id."""
+        """Reserve each bundle on the node with the given id."""
         selectors = [{"ray.io/node-id": node} for node in nodes]
         return placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
 
     def _by_node(self, bundles: Sequence[int]) -> list[int]:
-        """Sort bundles by their nodes, so that neighbours in the trainer share one."""
+        """Sort bundles by their nodes, so that neighbouring groups of the trainer share a node."""
         nodes = placement_group_table(self._groups[0])["bundles_to_node_id"]
         return sorted(bundles, key=lambda bundle: (nodes[bundle], bundle))
 
@@ -136,9 +137,9 @@ class Placement:
 
 
 def plan(bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> list[int | None]:
-    """Return the node of each bundle, None where there is no capacity for it.
+    """Return the node for each bundle, None if there is no capacity for it.
 
-    The largest bundles come first, each onto the node where it leaves least.
+    The largest bundles are placed first, each on the node where the least capacity remains.
 
     >>> plan([{"GPU": 2}, {"GPU": 4}, {"GPU": 4}], [{"GPU": 6}, {"GPU": 3}])
     [0, 0, None]
@@ -178,7 +179,7 @@ def _free_nodes() -> dict[str, Bundle]:
 
 
 def _missing(bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> str:
-    """Return the message of a run that Ray did not place."""
+    """Return the error message if Ray cannot place a run."""
     places = plan(bundles, nodes)
     left = Counter(_words(b) for b, place in zip(bundles, places, strict=True) if place is None)
     lacking = " and ".join(f"{count} x ({words})" for words, count in left.items()) or "what it needs"

@@ -1,10 +1,10 @@
-"""The workers of a running job, changed by requests in the run directory and by `worker_scaling`.
+"""Changes the workers of a running job, by requests in the run directory and by `worker_scaling`.
 
     command   DIR/pool/ID.json         {"do": "add", "count": 2} or {"do": "drain", "worker": 1, "grace": 60}
     driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "message": a sentence}
               DIR/pool/workers.json    every worker, written again when something changes
 
-The two processes need to share only a file system. The next run deletes requests to a run that has ended.
+The two processes need to share only a file system. The next run deletes unanswered requests to an ended run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlpipe.actors.ray_cluster import RayCluster
 from rlpipe.loop.worker_scaling import Growth
 
 POLL_S = 0.5
-_GRACE_S = 60.0  # for the groups of a worker that the run itself removes; the default of `pool drain`
+_GRACE_S = 60.0  # grace for a worker that the run itself removes, as in the default of `pool drain`
 ANSWER = ".answer.json"
 
 
@@ -40,30 +40,30 @@ def write(file: Path, what: object) -> None:
 
 
 async def serve(cluster: RayCluster, run_dir: Path, growth: Growth, event: Callable[..., None]) -> None:
-    """Serve requests and follow `growth`, until cancelled. event: `MetricsBus.event`."""
+    """Serve requests and follow `growth`, until cancelled. event: see `MetricsBus.event`."""
     place = folder(run_dir)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
 
     shown: list[dict[str, Any]] | None = None
     begun: set[Path] = set()
-    moving: set[asyncio.Task[None]] = set()  # workers that join or leave
+    moving: set[asyncio.Task[None]] = set()  # tasks of workers that are joining or leaving
     try:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                # Each new request becomes a task: draining takes as long as its grace.
+                # Make a task for each new request, because draining takes as long as its grace period.
                 for file in sorted(set(place.glob("*.json")) - begun):
                     if file.name != "workers.json" and not file.name.endswith(ANSWER):
                         begun.add(file)
                         moving.add(tasks.create_task(_answer(cluster, file, growth)))
 
                 if (workers := cluster.workers()) != shown:
-                    # A full disk: written again in the next round.
+                    # If the disk is full, write the file again in the next round.
                     with suppress(OSError):
                         write(place / "workers.json", workers)
                         shown = workers
 
-                # The size changes by one decision at a time, once all workers have joined or left.
+                # Make one decision at a time, after all workers have joined or left.
                 moving = {task for task in moving if not task.done()}
                 if not moving:
                     staying = [worker["worker"] for worker in cluster.workers() if not worker["leaving"]]
@@ -78,7 +78,7 @@ async def serve(cluster: RayCluster, run_dir: Path, growth: Growth, event: Calla
 
 
 async def _answer(cluster: RayCluster, file: Path, growth: Growth) -> None:
-    """Serve one request; an error becomes its answer and never ends the run."""
+    """Serve one request; an error is sent as the answer and never ends the run."""
     answer = file.with_suffix(ANSWER)
     try:
         request = json.loads(file.read_text())
@@ -89,7 +89,7 @@ async def _answer(cluster: RayCluster, file: Path, growth: Growth) -> None:
     except (ValueError, KeyError, TypeError, OSError, RayError) as error:
         state, message = "refused", str(error)
 
-    # On a full disk the command waits until its user stops it; the run continues.
+    # If the disk is full the command waits until its user stops it; the run continues.
     with suppress(OSError):
         write(answer, {"state": state, "message": message})
 
@@ -97,7 +97,7 @@ async def _answer(cluster: RayCluster, file: Path, growth: Growth) -> None:
 async def _follow(
     cluster: RayCluster, growth: Growth, staying: list[int], event: Callable[..., None]
 ) -> None:
-    """Add or drain one worker, as `growth` decided; on an error the run continues unchanged."""
+    """Add or drain one worker, as `growth` decided; after an error the run continues unchanged."""
     event("pool_wanted", workers=len(staying), wanted=growth.wanted, reason=growth.reason)
     try:
         if growth.wanted > len(staying):
@@ -110,7 +110,7 @@ async def _follow(
 
 
 async def _do(cluster: RayCluster, request: dict[str, Any]) -> tuple[str, int]:
-    """Carry out a request; return a sentence for its user and the change in workers."""
+    """Execute a request; return a sentence for its user and the change in the number of workers."""
     if request["do"] == "add":
         numbers = await cluster.add_workers(int(request["count"]))
         return f"rollout workers {', '.join(map(str, numbers))} serve the newest weights", len(numbers)

@@ -1,16 +1,16 @@
 """A run's processes as Ray actors: N rollout workers, tp * dp trainer ranks.
 
-With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has its own.
+With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has separate GPUs.
 
-Owns the trainer's ranks and how weights reach the workers; `placement.py` reserves their places, `workers.py`
-calls, replaces, adds and drains workers. Weights pass from trainer to workers as an object-store reference,
-or the trainer sends them itself: its first rank to all SGLang servers at once
-(rollout.sglang.weight_transfer=collective, ipc), or each rank to the server of its GPU (ipc with
-cluster.share_gpus). When a trainer rank dies or hangs, all ranks are ended and
-`TrainerLost` is raised; `rebuild_trainer` starts new ones, which then load a checkpoint. With run.half=train
-there are no workers, with run.half=rollout no ranks.
+Owns the trainer's ranks and the publication of weights; `placement.py` reserves resources, `workers.py`
+calls, replaces, adds and drains workers. Weights are passed to the workers as an object-store reference, or
+the trainer sends them itself: its first rank to all SGLang servers at once
+(rollout.sglang.weight_transfer=collective, ipc), or each rank to the server on its GPU (ipc with
+cluster.share_gpus). When a trainer rank dies or hangs, all ranks are ended and `TrainerLost` is raised;
+`rebuild_trainer` starts new ranks, which then load a checkpoint. With run.half=train there are no workers,
+with run.half=rollout no ranks.
 
-Imports no torch: this process, which starts the actors, computes nothing with tensors.
+Does not import torch, because this process only starts the actors and does not use tensors.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Concurrency groups of a rank: threads that work during its steps.
+# Concurrency groups of a rank: additional threads that work during its steps.
 _WRITING = "writing"  # concurrency group that writes checkpoints
 _SENDING = "sending"  # concurrency group that sends weights
-_GRACE_S = 10.0  # for a rank's death to become known, when another rank failed because of it
+_GRACE_S = 10.0  # limit for learning of a rank's death after another rank failed because of it
 
 
 class _Group(NamedTuple):
-    """A trainer rank's group with the servers that it sends to, and the buckets of each version."""
+    """The group of a trainer rank and the servers that it sends to, with the buckets of each version."""
 
     rendezvous: Rendezvous
     buckets: Sequence[Bucket]
@@ -60,14 +60,14 @@ class _Group(NamedTuple):
 
 
 def hosts_and_gpus() -> tuple[int, bool]:
-    """Return how many hosts the running Ray cluster has, and whether any has a GPU."""
+    """Return the number of hosts of the running Ray cluster, and whether any has a GPU."""
     return sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
 
 
 def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str) -> None:
     """Refuse servers with more GPUs than any node, and batches that exceed a node's object store.
 
-    nodes: of `ray.nodes()`. driver: id of the node of this process. Raises ValueError.
+    nodes: result of `ray.nodes()`. driver: id of the node of this process. Raises ValueError.
     """
     alive = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
     max_gpus = int(max((resources.get("GPU", 0) for resources in alive.values()), default=0))
@@ -85,9 +85,10 @@ def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str
 
 
 def check_capacity(config: Config, supply: Mapping[str, float]) -> None:
-    """Refuse workers and ranks for which Ray would wait forever. supply: CPU and GPU of the cluster.
+    """Refuse more workers and ranks than the cluster can run. supply: its CPU and GPU counts.
 
-    Those that share GPUs are checked when their pairs are reserved. Raises ValueError.
+    Without this check Ray would wait forever. Pairs that share GPUs are checked when they are reserved.
+    Raises ValueError.
     """
     if config.cluster.share_gpus:
         return
@@ -107,7 +108,7 @@ def check_capacity(config: Config, supply: Mapping[str, float]) -> None:
 
 
 class RayCluster(Cluster):
-    """Implements `Cluster`; made by `launch` after `ray.init`. on_event: receives failures (kind, fields)."""
+    """Implements `Cluster`; `launch` makes it after `ray.init`. on_event: gets failures (kind, fields)."""
 
     def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
         self._config = config
@@ -126,14 +127,14 @@ class RayCluster(Cluster):
             "num_gpus": gpus * config.rollout.gpus_per_worker,
             "max_concurrency": 1000,
         }
-        # Only where the trainer broadcasts weights: its groups with servers, by rank.
+        # If the trainer broadcasts weights: its groups with servers, by rank.
         self._groups: dict[TrainerHandle, _Group] = {}
 
         threads = {_WRITING: 1, _SENDING: 1}
         self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": threads}
         self._trainers: list[TrainerHandle] = []
 
-        # On a shared GPU a server measures the free memory while it starts, so the trainer's is taken before.
+        # On a shared GPU a server measures the free memory at its start, so the trainer must start before it.
         if run_mode.trains and config.cluster.share_gpus:
             self._start_trainers()
         self._workers = Workers(
@@ -180,7 +181,7 @@ class RayCluster(Cluster):
         await self._call_ranks("freeze_draft", lambda rank: rank.freeze_draft.remote())
 
     async def publish_weights(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
-        """Copy or export the newest weights; the returned coroutine sends them to all workers."""
+        """Copy or export the newest weights; return a function that sends them to all workers."""
         started, send = time.monotonic(), None
         if self._workers.members and self._config.run.half.trains:
             send = await (self._copy if self._config.broadcasts_weights else self._export)(version)
@@ -198,9 +199,9 @@ class RayCluster(Cluster):
     async def _export(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         """Put weights into the object store, once for all workers."""
         exports = [rank.export.remote(version) for rank in self._trainers]
-        exported = exports[0]  # the others' are empty
+        exported = exports[0]  # those of other ranks are empty
 
-        # Ready only after the export; the weights themselves are not fetched to this process.
+        # Wait until the export is done, without fetching the weights to this process.
         await self._call_ranks("export", lambda rank: rank.__ray_ready__.remote())
 
         async def send() -> dict[str, Value]:
@@ -215,13 +216,13 @@ class RayCluster(Cluster):
         return partial(self._broadcast, version)
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
-        """Publish the copy from the trainer to all servers, bypassing this process and the object store."""
+        """Send the trainer's copy to all servers directly, without this process or the object store."""
         from rlpipe.weights.offer import Offer
 
         answers = await self._workers.call_all(lambda worker: worker.membership.remote(), serving=True)
-        members = [member for member in answers if member.server]  # a server that is down is not waited for
+        members = [member for member in answers if member.server]  # do not wait for a server that is down
 
-        # The first rank sends to all servers, or each rank to that of its GPU.
+        # The first rank sends to all servers, or each rank sends to the server on its GPU.
         by_root = [members]
         if self._config.sends_from_every_rank:
             by_root = [[m for m in members if m.worker == rank] for rank in range(len(self._trainers))]
@@ -246,7 +247,7 @@ class RayCluster(Cluster):
         try:
             answers_of_roots = iter(sending)
             await self._call_ranks("broadcast", lambda _: next(answers_of_roots), of=roots)
-        finally:  # when the trainer dies the workers fail too; its error is more precise and raised first
+        finally:  # if the trainer dies the workers fail too; its error is more precise, so raise it first
             results = await receiving
 
         metrics: list[dict[str, Value]] = []
@@ -257,7 +258,7 @@ class RayCluster(Cluster):
         return reduce(metrics)
 
     async def _group_of(self, root: TrainerHandle, members: Sequence[Member]) -> _Group:
-        """Return the group of a rank with these servers, a new one if servers joined, left or restarted."""
+        """Return a rank's group with these servers; make a new one if servers joined, left or restarted."""
         servers = [member.server for member in members]
         group = self._groups.get(root)
         if group is None or servers != group.servers or {m.group for m in members} - {group.rendezvous.name}:
@@ -311,7 +312,7 @@ class RayCluster(Cluster):
     async def add_workers(self, count: int) -> list[int]:
         """Add rollout workers; return their numbers once they serve the newest weights.
 
-        Raises ValueError where Ray has no capacity for them, RayError when one does not start.
+        Raises ValueError if Ray has no capacity for them, RayError when one does not start.
         """
         if self._config.cluster.share_gpus or not self._workers.members:
             raise ValueError(
@@ -321,7 +322,7 @@ class RayCluster(Cluster):
 
         needed = {"CPU": self._cpus_of_added, "GPU": self._options["num_gpus"]}
         free = ray.available_resources()
-        new = max(0, count - self._places.free)  # the others take places of drained workers
+        new = max(0, count - self._places.free)  # the other new workers use resources of drained workers
         if short := [name for name, each in needed.items() if each * new > free.get(name, 0)]:
             available = {name: free.get(name, 0) for name in short}
             raise ValueError(
@@ -331,13 +332,13 @@ class RayCluster(Cluster):
         return await self._workers.join(count)
 
     async def drain_worker(self, number: int, grace: float) -> int:
-        """Take a rollout worker out; see `Workers.leave`."""
+        """Drain and remove a rollout worker; see `Workers.leave`."""
         repeated = await self._workers.leave(number, grace)
         self._places.leave(number)
         return repeated
 
     def workers(self) -> list[dict[str, Any]]:
-        """List every rollout worker: its number, its load, whether it is leaving."""
+        """List every rollout worker with its number, its load and whether it is leaving."""
         return [
             {"worker": member.number, "in_flight": member.load, "leaving": member.leaving}
             for member in self._workers.members
@@ -353,11 +354,11 @@ class RayCluster(Cluster):
 
     @property
     def _cpus_of_added(self) -> int:
-        """CPUs that a worker reserves when it joins: a local Ray has only those of the first workers."""
+        """Number of CPUs that a joining worker reserves; a local Ray has CPUs only for the first workers."""
         return 1 if self._config.cluster.address else 0
 
     def _start_trainers(self) -> None:
-        """Start new ranks and join them with one another."""
+        """Start new ranks and connect them with one another."""
         world_size = self._config.trainer.world_size
         actor: Any = ray.remote(**self._trainer_options)(TrainerWorker)
         self._trainers = [
@@ -380,9 +381,9 @@ class RayCluster(Cluster):
         *,
         of: Sequence[TrainerHandle] | None = None,
     ) -> list[T]:
-        """Call every trainer rank and return their answers.
+        """Call every trainer rank and return the results.
 
-        name: of the call, for events and errors. of: the ranks to call, if not all.
+        name: name of the call, for events and errors. of: the ranks to call; None for all.
 
         Raises TrainerLost when a rank dies, hangs, or was lost before.
         """
@@ -395,7 +396,7 @@ class RayCluster(Cluster):
         try:
             return await asyncio.wait_for(asyncio.gather(*answers), timeout)
         except RayTaskError:
-            # Its own failure, or that of a rank whose peer died: the death is known a little later.
+            # A rank may have failed because another one died; wait a little until the death is known.
             await asyncio.wait(answers, timeout=_GRACE_S)
             failures = [a.exception() for a in answers if a.done() and not a.cancelled()]
             if dead := next((e for e in failures if isinstance(e, RayActorError)), None):
@@ -407,7 +408,7 @@ class RayCluster(Cluster):
             raise self._lost(ranks, "trainer_died", error=first_line(error)) from error
 
     def _lost(self, ranks: list[TrainerHandle], kind: str, **fields: object) -> TrainerLost:
-        """End the remaining ranks; the first call that notices the loss reports it, others do not."""
+        """End the remaining ranks; only the first call that notices the loss reports it."""
         if self._trainers is ranks:
             self._on_event(kind, **fields)
             self._trainers = []
@@ -417,7 +418,7 @@ class RayCluster(Cluster):
 
 
 def check_pairs(count: int, supply: Mapping[str, float]) -> None:
-    """Refuse more pairs of worker and trainer rank than the cluster has GPUs for. Raises ValueError."""
+    """Refuse more pairs of worker and trainer rank than the cluster has GPUs. Raises ValueError."""
     needed = {"GPU": count, "CPU": 2 * count}
     if short := [name for name, amount in needed.items() if supply.get(name, 0) < amount]:
         available = {name: supply.get(name, 0) for name in short}
@@ -434,9 +435,10 @@ def _on(group: str, method: Remote[T]) -> Remote[T]:
 
 
 async def _answer_of_trainer(failure: str, answer: Awaitable[T]) -> T:
-    """Wait, inside a rollout worker, for the trainer's answer.
+    """Wait, inside a rollout worker, for the trainer's result.
 
-    Raises RuntimeError where Ray's error would mean that the worker itself died. failure: of the trainer.
+    Raises RuntimeError instead of Ray's error, which would mean that the worker itself died. failure: message
+    of the RuntimeError.
     """
     try:
         return await answer
@@ -447,9 +449,9 @@ async def _answer_of_trainer(failure: str, answer: Awaitable[T]) -> T:
 async def _fetch_weights(
     trainer: TrainerHandle, version: int, broadcast: Awaitable[BroadcastResult | None]
 ) -> Mapping[str, torch.Tensor]:
-    """Fetch published weights from the trainer's memory, inside a rollout worker whose server missed them.
+    """Fetch published weights from the trainer's memory, inside a rollout worker, if its server missed them.
 
-    broadcast: the reference of their broadcast, which has to end first.
+    broadcast: result of their broadcast, which must end first.
     """
     from rlpipe.weights.payload import unpack_weights
 
@@ -460,5 +462,5 @@ async def _fetch_weights(
 
 
 def _node_ip(_: object) -> str:
-    """Return the address of the machine of the actor that this runs in."""
+    """Return the address of the machine on which this actor runs."""
     return ray.util.get_node_ip_address()

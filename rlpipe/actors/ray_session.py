@@ -1,9 +1,9 @@
-"""Ray on this machine for one run, or the connection to a remote cluster.
+"""Starts Ray on this machine for one run, or connects to a remote cluster.
 
 A local Ray listens only on loopback and requires a token that only this run has; its files are in a folder
 that only this user can read. Its processes have separate sessions. A signal to the driver's process group
-therefore reaches only the driver, which saves its last checkpoint, and all of the processes can be ended even
-if Ray has failed. A thread watches them: without gcs_server or raylet no call ever returns.
+therefore reaches only the driver, which then saves its last checkpoint. All of Ray's processes can be ended
+even if Ray has failed. A thread watches them, because without gcs_server or raylet no call would ever return.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from rlpipe.config.run import ClusterMode, Config
 from rlpipe.types import CONTINUES
 
 _PREFIX = "rlpipe-ray-"
-_SESSIONS = "sessions"  # file in the folder with the session ids, for a later cleanup
+_SESSIONS = "sessions"  # file with the session ids in the folder, for a later cleanup
 _WATCHED = ("gcs_server", "raylet")
-LOOK_S, PATIENCE_S = 0.2, 60.0  # between two checks of killed processes, and for all of them
+LOOK_S, PATIENCE_S = 0.2, 60.0  # between two checks of killed processes, and limit for all of them
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
 
 
 def set_ray_environment(config: Config) -> None:
-    """Set the variables that Ray reads on import. Call it before any code that may import Ray, even twice."""
+    """Set the variables that Ray reads on import; must be called before any import of Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a busy machine Ray starts slowly
 
-    # Else Ray starts an idle worker for every CPU of the machine; actors get theirs when they are made.
+    # Otherwise Ray starts an idle worker for every CPU; an actor's worker is started together with the actor.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
 
-    # A local Ray is closed to other users and to the network.
+    # Close a local Ray to other users and to the network.
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Makes Ray listen only on loopback.
+        # This makes Ray listen only on loopback.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def close_ray(config: Config) -> None:
-    """Protect a local Ray that is about to start from other users of this machine; ignore a remote cluster.
+    """Protect a local Ray from other users of this machine before it starts; ignore a remote cluster.
 
-    Raises ValueError when Ray was imported without a token before.
+    Raises ValueError if Ray has already been imported without a token.
     """
     if not config.cluster.address and "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
         raise ValueError(
@@ -69,7 +69,7 @@ def close_ray(config: Config) -> None:
 
 
 def module_path() -> str:
-    """Return the PYTHONPATH with which a process imports this rlpipe and the paths of the user."""
+    """Return a PYTHONPATH for child processes, with this rlpipe and the user's paths."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
@@ -84,15 +84,16 @@ class RaySession:
         self._variables = {"PYTHONPATH": module_path(), "PYTHONWARNINGS": "ignore"} | wait_choices()
         options: dict[str, Any] = {"runtime_env": {"env_vars": self._variables}}
 
-        # A local Ray gets a private folder, and a CPU for every actor even on a smaller machine. Its
-        # processes inherit the variables: with a runtime_env each worker waits for an agent to set them.
+        # A local Ray gets a private folder, and a CPU for every actor even if the machine has fewer. Its
+        # processes inherit environment variables; with a runtime_env each worker would wait for an agent to
+        # set them.
         if not config.cluster.address:
             self._folder, self._lock = _private_folder()
             run_mode = config.run.half
             actors = config.rollout.workers * run_mode.generates + config.trainer.world_size * run_mode.trains
             options = {
                 "num_cpus": max(actors, os.cpu_count() or 1),
-                # A subfolder, since Ray makes this one readable to everybody.
+                # Use a subfolder, since Ray makes it readable to everybody.
                 "_temp_dir": str(self._folder / "r"),
             }
 
@@ -102,7 +103,7 @@ class RaySession:
 
         logging.getLogger("ray").setLevel(logging.ERROR)
 
-        # Ray starts its processes through this name: each of them gets a separate session.
+        # Ray starts its processes through this name; replace it to give each a separate session.
         popen, services.ConsolePopen = services.ConsolePopen, self._started
         try:
             try:
@@ -115,7 +116,7 @@ class RaySession:
                 )
             finally:
                 services.ConsolePopen = popen
-        # Ray raises plain Exception.
+        # Ray may raise a plain Exception.
         except Exception as error:
             self.stop()
             words = str(error).partition("\n")[0] or type(error).__name__
@@ -127,7 +128,7 @@ class RaySession:
         threading.Thread(target=self._watch, args=(on_death,), daemon=True).start()
 
     def _started(self, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        """Start a process of Ray in a separate session, and record it; replaces the Popen of Ray."""
+        """Start a process of Ray in a separate session, and record it; replaces Ray's Popen."""
         kwargs["env"] = {**(kwargs.get("env") or os.environ), **self._variables}
         process = subprocess.Popen(*args, **kwargs, start_new_session=True)
         self._sessions[process.pid] = psutil.Process(process.pid).create_time()
@@ -138,13 +139,13 @@ class RaySession:
         return process
 
     def stop(self, at_once: bool = False) -> None:
-        """End Ray and all its processes, and remove its folder. at_once: without waiting for Ray itself."""
+        """End Ray and all its processes, and remove its folder. at_once: skip Ray's own shutdown."""
         self._stopped.set()
         ray = sys.modules.get("ray")
         if ray is not None and not at_once:
             ray.shutdown()
 
-        # Whatever Ray has not ended is killed here.
+        # Kill the processes that Ray has not ended.
         _end(self._sessions)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -162,7 +163,7 @@ class RaySession:
 def remove_leftovers() -> None:
     """End the remaining Ray processes of dead runs, and remove their folders."""
     for file in _base().glob(f"{_PREFIX}*/lock"):
-        # A folder of another user cannot be opened, and that of a living run is locked.
+        # The folder of another user cannot be opened, and the folder of a living run is locked.
         with suppress(OSError), file.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -180,7 +181,7 @@ def _end(sessions: Mapping[int, float]) -> None:
 
 
 def kill_all(living: Callable[[], list[psutil.Process]]) -> None:
-    """Kill the processes of `living` until it is empty: they end slowly, and may have started others."""
+    """Kill the processes of `living` until there are none: they end slowly and may have started others."""
     deadline = time.monotonic() + PATIENCE_S
     while (remaining := living()) and time.monotonic() < deadline:
         for process in remaining:
@@ -190,7 +191,7 @@ def kill_all(living: Callable[[], list[psutil.Process]]) -> None:
 
 
 def _members(sessions: Mapping[int, float]) -> list[psutil.Process]:
-    """Return the living processes of sessions, unless another process has reused the id of a dead leader."""
+    """Return the living processes of sessions, except sessions with a leader id that was reused."""
     members = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
@@ -208,13 +209,13 @@ def _started_at(pid: int) -> float | None:
 
 
 def _base() -> Path:
-    """Return the parent of the folders of Ray: the temporary folder, unless its path is too long."""
+    """Return the parent of Ray's folders: the temporary folder, unless its path is too long."""
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     return base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")
 
 
 def _private_folder() -> tuple[Path, IO[str]]:
-    """Make a folder of mode 0700, locked while the run lives; remove the folders of dead runs."""
+    """Make a folder with mode 0700 that is locked while the run lives; remove the folders of dead runs."""
     remove_leftovers()
 
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_base()))

@@ -1,8 +1,9 @@
 """A rollout worker: one engine, one environment suite, one collector.
 
-A plain class: Ray wraps it in an actor, the inline cluster uses it directly. All methods are coroutines, so
-one event loop serves any number of groups at once while the engine's own thread decodes. Weight updates
-happen between two decode steps. The driver imports this module too, so torch is imported by the constructor.
+It is a plain class: Ray wraps it in an actor, the inline cluster uses it directly. All methods are
+coroutines, so one event loop serves any number of groups concurrently while the engine's own thread decodes.
+Weight updates happen between two decode steps. The constructor imports torch, because the driver imports this
+module too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker:
-    """Owns its engine and sandbox; `close` frees both. number: of this worker in the run, from 0."""
+    """Owns its engine and sandbox; `close` frees both. number: this worker's number in the run, from 0."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
         from rlpipe.algo.correction import top_logprobs
@@ -55,7 +56,7 @@ class RolloutWorker:
         path = resolve_model(config.model.path)  # its chat template; a decoupled actor shares the tokenizer
         self._suite = make_suite(config.env, seed=config.run.seed)
         self._engine: Engine = make_engine(config, self._note)
-        self._engines = [self._engine]  # all that receive new weights
+        self._engines = [self._engine]  # all engines that receive new weights
         self._agents = AgentServer(config.env.agent.host, config.env.tools.parser)
         shared = partial(
             Collector,
@@ -77,7 +78,7 @@ class RolloutWorker:
         if config.injection.active():
             self._inject(config, resolve_model(config.rollout_model), collector)
         engine = self._engine
-        self._relay: RelayEngine | None = None  # replaces the engine when this worker leaves
+        self._relay: RelayEngine | None = None  # replaces the engine when this worker is leaving
         self._member = engine if isinstance(engine, ReceivesBroadcasts) else None
         self._policy: Engine | None = None
         if config.decoupled.active and config.val.every:
@@ -88,10 +89,10 @@ class RolloutWorker:
         self._last_time = time.monotonic()
 
     def _inject(self, config: Config, path: Path, collector: Callable[..., Collector]) -> None:
-        """Disturb training rollouts; evaluations use the clean suite and an engine with clean weights."""
+        """Inject faults into training rollouts; evaluations use the clean suite and clean weights."""
         clean, weights = self._engine, None
 
-        # Evaluations need an engine of their own only when the disturbed one has other weights.
+        # Evaluations need a separate engine only if injection changes the weights.
         if config.injection.changes_weights and not config.decoupled.active:
             clean = make_engine(config, self._note)
         if config.injection.weight_noise:
@@ -115,14 +116,14 @@ class RolloutWorker:
         return await self._evaluator.evaluate(instance_ids, samples, temperature)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate a turn of a worker that leaves."""
+        """Generate a turn for a worker that is leaving."""
         return await self._engine.generate(request)
 
     async def hand_over(self) -> bool:
-        """Stop the engine; `next_turn` then returns each turn, unfinished ones first, for another worker.
+        """Stop the engine; then `next_turn` returns each turn for another worker, unfinished ones first.
 
-        Conversations and sandboxes stay here. Returns False, and changes nothing, if the workers' engines
-        differ, as with injections or with evaluations by another policy.
+        Conversations and sandboxes stay in this worker. Returns False without a change if the workers'
+        engines differ, as with injections or with evaluations by another policy.
         """
         if self._evaluator is not self._collector or isinstance(self._engine, InjectedEngine):
             return False
@@ -135,11 +136,11 @@ class RolloutWorker:
         return True
 
     async def next_turn(self) -> GenerateRequest:
-        """Wait for the next turn that another worker has to generate."""
+        """Wait for the next turn that another worker must generate, and return it."""
         return await self._handed_over().next_turn()
 
     async def turn_generated(self, request_id: str, result: GenerateResult) -> None:
-        """Take the result of a turn that another worker generated."""
+        """Receive the result of a turn that another worker generated."""
         self._handed_over().turn_generated(request_id, result)
 
     async def turn_failed(self, request_id: str, reason: str) -> None:
@@ -151,7 +152,7 @@ class RolloutWorker:
         return self._relay
 
     async def update_weights(self, payload: WeightPayload) -> dict[str, Value]:
-        """Load a new version, served from the next decode step on; return bytes and seconds."""
+        """Load a new version, which is served from the next decode step on; return bytes and seconds."""
         from rlpipe.weights.payload import unpack_weights
 
         started = time.monotonic()
@@ -160,7 +161,7 @@ class RolloutWorker:
             for engine in self._engines:
                 await asyncio.to_thread(engine.update_weights, weights, payload.version)
 
-            # A decoupled policy, only at versions that are validated.
+            # The payload has a decoupled policy only at versions that are validated.
             if self._policy is not None and payload.policy is not None:
                 policy = unpack_weights(payload.policy)
                 await asyncio.to_thread(self._policy.update_weights, policy, payload.version)
@@ -170,7 +171,7 @@ class RolloutWorker:
         }
 
     async def membership(self) -> Member:
-        """Return the server of this worker, if it answers now, and its group."""
+        """Return this worker's server and its group, if the server answers now."""
         return replace(await asyncio.to_thread(self._in_group().membership), worker=self._number)
 
     async def receive_weights(self, offers: Sequence[Offer]) -> dict[str, Value]:
@@ -220,13 +221,13 @@ class RolloutWorker:
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
 
-        # Costs are measured once: the first record of an engine's life has them.
+        # Costs are measured once, so only the first record of an engine has them.
         if not self._has_reported_costs:
             self._has_reported_costs = True
             for (batch, gamma), cost in stats.costs.items():
                 values[f"spec/step_seconds/batch_{batch}/gamma_{gamma}"] = Last(cost)
 
-        values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the worst of all servers
+        values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the maximum over all servers
         values |= {name.format(k=self._number): Last(figure) for name, figure in stats.server.items()}
         values["env/sandbox/memo_hit_rate"] = Mean(*sandbox_counts(self._suite))
 
@@ -234,12 +235,12 @@ class RolloutWorker:
         return values | self._spans.drain()
 
     async def activity(self) -> str:
-        """Return the activity of the collectors, as text."""
+        """Return a text on the activity of the collectors."""
         both = [one.activity() for one in dict.fromkeys((self._collector, self._evaluator))]
         return "; ".join(filter(None, both)) or "idle"
 
     async def take_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the failures that the engines recorded since the last call: (kind, fields)."""
+        """Return the failures (kind, fields) that the engines recorded since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,8 +1,8 @@
 """A trainer rank: groups in, one optimizer step, weights out.
 
-A plain class: Ray wraps one per rank, the inline cluster uses one directly. Every rank receives
-all groups and packs them identically; the packing assigns the micro-batches to ranks. The driver imports this
-module too: torch is imported by the constructor.
+It is a plain class: Ray wraps one per rank, the inline cluster uses one directly. Every rank receives all
+groups and packs them identically; the packing assigns the micro-batches to ranks. The constructor imports
+torch, because the driver imports this module too.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class TrainerWorker:
         self._rank, self._world_size = rank, world_size
         self._saving: list[Saving | SavingHf | SavingDraft] = []
         self._sender: WeightSender | None = None
-        # Only for its columns; the trainer has another one with the state.
+        # Used only for its columns; the trainer has another rule with the state.
         self._rule = make_rule(config.algo)
         self._draft: DraftTrainer | None = None  # on the first rank, which has the full batch
-        self._read_draft: DraftTrainer | None = None  # for the probe, the same if it is co-trained
+        self._read_draft: DraftTrainer | None = None  # for the probe; the same object if co-trained
         self._draft_learns = config.cotrains_draft
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
-        """Return the address of rank 0, where it awaits others; None with a single rank. host: its host."""
+        """Return rank 0's address, where it waits for others; None with a single rank. host: its host."""
         from rlpipe.trainer.runtime import open_address
 
         return open_address(host, world_size=self._world_size) if self._world_size > 1 else None
@@ -67,7 +67,7 @@ class TrainerWorker:
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
 
-        # A standalone draft has one trainer, on the rank that holds the full batch.
+        # A standalone draft has one trainer, on the rank that has the full batch.
         if self._config.cotrains_draft and self._rank == 0:
             self._draft = self._make_draft_trainer()
 
@@ -79,7 +79,7 @@ class TrainerWorker:
             everywhere = self._config.sends_from_every_rank
             self._sender = WeightSender(
                 rollout,
-                cast("ExportsWeights", self._trainer),  # a policy with a decoupled actor never broadcasts
+                cast("ExportsWeights", self._trainer),  # with a decoupled actor there is no broadcast
                 on_gpu=is_on_gpu(rollout),
                 drafter=drafter,
                 draft=self._draft,
@@ -118,28 +118,28 @@ class TrainerWorker:
         sampled = (own[t.loss_mask].tolist() for t, own in zip(trajectories, advantages, strict=True))
         metrics |= stats("critic/advantages", chain.from_iterable(sampled))
 
-        # The draft follows the policy of this batch, so its step comes before the policy's.
+        # The draft is trained for the policy that generated this batch, so step it before the policy.
         draft = self._train_draft(trajectories)
         step = self._trainer.train_step(batch)
 
-        # Both report seconds under the same names: they add up.
+        # Both report seconds under the same names: add them up.
         for name in step.keys() & draft.keys():
             step[name] = Mean(step[name].value() + draft[name].value(), 1)
 
         return metrics | draft | step
 
     def freeze_draft(self) -> None:
-        """Train only the policy from here on."""
+        """Train only the policy from now on."""
         self._trainer.freeze_draft()
         self._draft_learns = False
 
     def _train_draft(self, trajectories: list[Trajectory]) -> dict[str, Value]:
-        """Take one optimizer step of a standalone draft on all trajectories, before that of the policy."""
+        """Take one optimizer step of a standalone draft on all trajectories, before the policy's step."""
         due = (self._trainer.policy_version + 1) % self._config.draft.interval == 0
         if not (self._draft_learns and due):
             return {}
 
-        # Every rank takes part in gathering the weights; only the first has the draft.
+        # All ranks gather the weights, but only the first has the draft.
         weights = self._trainer.export_weights()
         if self._draft is None or weights is None:
             return {}
@@ -150,7 +150,7 @@ class TrainerWorker:
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """Compare target and draft at every context of these trajectories; see `diagnosis.probe`.
 
-        Of a trajectory of several segments only the first is read.
+        If a trajectory has several segments, only the first is read.
         """
         tables, depths = self._tables([t.segment(t.segments()[0]) for t in trajectories])
 
@@ -164,14 +164,14 @@ class TrainerWorker:
         ]
 
     def _tables(self, trajectories: list[Trajectory]) -> tuple[list[Table | None], int]:
-        """Return a table per trajectory and its depths; of a separate draft on the first rank only."""
+        """Return a table per trajectory, and the depths; for a separate draft only on the first rank."""
         spec, depths = self._config.spec, self._config.draft.depths
         if not spec.needs_model:
             return self._lookup_tables(trajectories), spec.gamma
         if not spec.needs_draft:
             return self._trainer.draft_tables(self._pack(trajectories, None)), depths
 
-        # Every rank takes part in gathering the weights; only the first has the draft.
+        # All ranks gather the weights, but only the first has the draft.
         weights = self._trainer.export_weights()
         if self._rank or weights is None:
             return [None] * len(trajectories), depths
@@ -181,7 +181,7 @@ class TrainerWorker:
         return self._read_draft.draft_tables(self._pack(trajectories, None, share_prefixes=False)), depths
 
     def _lookup_tables(self, trajectories: list[Trajectory]) -> list[Table | None]:
-        """Look up the drafter's guesses in the texts, and score them by the target."""
+        """Look up the drafter's guesses in the texts, and score them with the target."""
         from rlpipe.drafts.tables import as_candidates, guesses_of, lookup_table
 
         spec = self._config.spec
@@ -208,7 +208,7 @@ class TrainerWorker:
     def _pack(
         self, trajectories: list[Trajectory], advantages: list[np.ndarray] | None, **options: Any
     ) -> PackedBatch:
-        """Pack trajectories with the settings of this trainer; options: further arguments of `pack`."""
+        """Pack trajectories with this trainer's settings; options: further arguments of `pack`."""
         config = self._config
         return pack(
             trajectories,
@@ -248,10 +248,10 @@ class TrainerWorker:
         with self._spans.lane() as lane, lane.span("copy", version=version):
             self._broadcaster().copy(version)
 
-    # The following three are called on another thread than all other methods, while training continues.
+    # The following three methods are called on another thread than all others, while training continues.
 
     def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
-        """Open a group with so many servers; return it and the buckets of every update."""
+        """Open a group with `servers` servers; return it and the buckets of every update."""
         return self._broadcaster().open(host, servers)
 
     def broadcast(self, version: int) -> BroadcastResult:
@@ -270,7 +270,7 @@ class TrainerWorker:
     def begin_save(self, directory: Path) -> None:
         """Copy the state for `trainer/` and, in Hugging Face format, for `hf/`.
 
-        The state of a standalone draft is for `draft_trainer/` and, as servers read it, for `draft/`.
+        The state of a standalone draft is for `draft_trainer/` and, in the format of servers, for `draft/`.
         """
         with self._spans.lane() as lane, lane.span("copy", version=self._trainer.policy_version):
             self._saving = self._trainer.begin_save(directory / "trainer", directory / "hf")
@@ -284,13 +284,13 @@ class TrainerWorker:
                 part.write()
 
     def end_save(self) -> None:
-        """Complete the files that all ranks have written."""
+        """Complete the checkpoint after all ranks have written their parts."""
         saving, self._saving = self._saving, []
         for part in saving:
             part.finish()
 
     def load(self, directory: Path) -> None:
-        """Load the trainer state of a checkpoint directory. Raises ValueError when its drafts differ."""
+        """Load the trainer's state from a checkpoint directory. Raises ValueError when its drafts differ."""
         draft = directory / "draft_trainer"
         if draft.is_dir() != self._config.cotrains_draft:
             holds, train = (

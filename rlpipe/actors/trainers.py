@@ -1,4 +1,4 @@
-"""Makes the trainer of a rank: for the policy, or for the policy and its decoupled actor."""
+"""Makes the trainer of a rank, for the policy or for the policy and its decoupled actor."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from rlpipe.trainer.megatron import MegatronTrainer
 
 Trainer: TypeAlias = MegatronTrainer | DecoupledTrainer
 
-TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not read again
+TARGET_ROWS = 8  # rows of the target's cache; few, as a pass stores keys that are not read again
 
 
 def make_trainer(config: Config, *, rank: int, world_size: int, master: str | None = None) -> Trainer:
-    """Make the trainer of one rank and connect it to the others, if any, at `master`.
+    """Make the trainer of one rank and connect it to the other ranks, if any, at `master`.
 
-    The settings in `draft` train the draft that the engines use, which is the actor's where there is one; an
-    EAGLE-3 draft has a separate trainer (`rlpipe.drafts.kinds`).
+    The settings in `draft` are for the draft that the engines use, which is the actor's draft if there is an
+    actor. An EAGLE-3 draft has a separate trainer (`rlpipe.drafts.kinds`).
     Raises ValueError for unsupported settings or models.
     """
     actor, steps, trainer = config.decoupled, config.run.steps, config.trainer
-    # Only the local layers can replay the routes of the engine.
+    # Only the local layers can replay the engine's routes.
     if config.rollout.replay_routes and trainer.layers is LayerSpec.AUTO:
         trainer = replace(trainer, layers=LayerSpec.LOCAL)
 
-    # The draft belongs to the model that generates, and a co-trained draft has a separate trainer.
+    # The draft belongs to the generating model, and a co-trained separate draft has its own trainer.
     generates = resolve_model(config.rollout_model)
     draft_vocab = read_draft_vocab(config.spec, generates, int(read_config(generates)["vocab_size"]))
     draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed, "draft_vocab": draft_vocab}
@@ -58,7 +58,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     if not actor.active:
         return policy
 
-    # The actor is trained on the same rank, in the process group of the policy.
+    # Train the actor on the same rank, in the process group of the policy.
     algo = actor.algo(config.algo)
     try:
         actor_trainer = MegatronTrainer(
@@ -89,13 +89,13 @@ def train_alongside(
 ) -> DraftTrainer:
     """Make the trainer of a draft that reads features of the engine's model.
 
-    target, weights: `config.json` of that model, and its tensors by HF name. draft_cost: see `DraftTrainer`.
+    target: `config.json` of that model. weights: its tensors by HF name. draft_cost: see `DraftTrainer`.
     Raises ValueError for a target that the engine cannot run.
     """
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.rollout.device == "auto" else config.rollout.device)
 
-    # The cache of the target has a slot for each position of a context and for the window after it.
+    # The target's cache needs a slot for each position of a context and of the windows after it.
     arch = read_architecture(target)
     ahead = window_slots(config.ppow, config.draft.depths) if config.draft.windows else 0
     model = Model(

@@ -1,11 +1,11 @@
-"""The rollout workers of a run: which ones serve, which one takes a group, and how they are replaced.
+"""The rollout workers of a run: assigns groups to them, replaces dead ones, adds and removes workers.
 
 A worker that dies is replaced: the new one gets the newest weights before it serves, and the groups in flight
 on the dead one are repeated, so no prompt is lost. A worker that does not answer within `cluster.hang_s` is
-killed and then replaced like a dead one. Workers may join and leave during the run. A joining worker has the
-newest weights before it gets any work. A leaving worker begins nothing new and still receives weights while
-it decodes. When its time is over its engine ends, and the other workers generate the remaining turns of its
-conversations.
+killed and replaced in the same way. Workers may join and leave during the run. A joining worker has the
+newest weights before it gets any work. A leaving worker begins no new work and still receives weights while
+it decodes. When its grace period is over its engine ends, and the other workers generate the remaining turns
+of its conversations.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from rlpipe.types import CONTINUES, GenerateRequest, RunStopped
 T = TypeVar("T")
 Call = Callable[[RolloutHandle], Awaitable[T]]  # starts a method of a worker's actor
 
-_CLOSE_S = 30.0  # for an actor to close, its engine included
-_JOIN_S = 1800.0  # for a worker that joins: to be placed, to start its engine, to load the newest weights
+_CLOSE_S = 30.0  # limit for closing an actor, including its engine
+_JOIN_S = 1800.0  # limit for a joining worker to be placed, start its engine and load the newest weights
 _POLL_S = 0.1
-_ACTIVITY_S = 5.0  # for a worker to report its activity
+_ACTIVITY_S = 5.0  # limit for a worker to report its activity
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
     """One member of the pool.
 
-    load: groups and evaluations in flight on it.
-    leaving: it begins no new work, and is not replaced.
-    relayed: its engine has ended; other workers generate its turns.
-    lost: number in flight when it left, or died while leaving; others repeat them.
+    load: number of groups and evaluations in flight on it. leaving: whether it begins no new work and is not
+    replaced. relayed: whether its engine has ended and other workers generate its turns. lost: number in
+    flight when it left, or died while leaving; other workers repeat them.
     """
 
     number: int
@@ -52,13 +51,13 @@ class Worker:
 
 
 class _Left(Exception):
-    """The worker left the pool before it answered."""
+    """The worker left the pool before it returned a result."""
 
 
 class Workers:
-    """The pool. spawn: starts the actor of a worker, by its number. newest: gives one the newest weights.
+    """The pool. spawn: starts a worker's actor, by its number. newest: loads the newest weights into one.
 
-    on_event: receives each death, hang, join, drain and departure (kind, fields).
+    on_event: called for each death, hang, join, drain and departure (kind, fields).
     """
 
     def __init__(
@@ -74,15 +73,15 @@ class Workers:
         self.newest: Call[object] | None = None
         self._next, self._restarts = count, 0
         self._respawning = asyncio.Lock()
-        self.updating = asyncio.Lock()  # held while weights are on their way, and while an engine ends
+        self.updating = asyncio.Lock()  # held while weights are sent, and while an engine ends
 
     @property
     def staying(self) -> list[Worker]:
-        """Workers that begin new work."""
+        """Workers that are not leaving, which begin new work."""
         return [worker for worker in self.members if not worker.leaving]
 
     async def call_least_loaded(self, call: Call[T]) -> T:
-        """Call the least loaded worker; another worker when it leaves before it answers."""
+        """Call the least loaded worker; if it leaves before it returns, call another one."""
         while True:
             worker = min(self.staying, key=lambda worker: worker.load)
             worker.load += 1
@@ -94,14 +93,15 @@ class Workers:
                 worker.load -= 1
 
     async def call_all(self, call: Call[T], *, serving: bool = False) -> list[T]:
-        """Call every worker, leaving ones included, and return their answers. Raises the first failure.
+        """Call every worker, including leaving ones, and return the results. Raises the first failure.
 
-        A worker that leaves before it answers adds no answer. serving: call only those that have an engine.
+        If a worker leaves before it returns, it has no result. serving: call only workers with a running
+        engine.
         """
         return list(chain.from_iterable(await asyncio.gather(*self._calls(call, serving=serving))))
 
     async def settle_all(self, call: Call[T], *, serving: bool = False) -> list[T | BaseException]:
-        """Call every worker like `call_all`, wait for all of them, and return failures among the answers."""
+        """Call every worker like `call_all`, wait for all of them, and return failures among the results."""
         results = await asyncio.gather(*self._calls(call, serving=serving), return_exceptions=True)
         return list(chain.from_iterable([r] if isinstance(r, BaseException) else r for r in results))
 
@@ -115,7 +115,7 @@ class Workers:
         return (call_worker(worker) for worker in self.members if not (serving and worker.relayed))
 
     async def activity(self) -> list[str]:
-        """Return the activity of each worker as text, also of a worker that does not answer."""
+        """Return a text on the activity of each worker, even if a worker does not answer."""
 
         async def activity(worker: Worker) -> str:
             try:
@@ -129,7 +129,7 @@ class Workers:
     async def join(self, count: int) -> list[int]:
         """Add workers; return their numbers once all serve the newest weights.
 
-        When one does not start, the others join anyway. Raises RayError, TimeoutError.
+        If one does not start, the others still join. Raises RayError, TimeoutError.
         """
         first, self._next = self._next, self._next + count
         joining = (self._join(first + n) for n in range(count))
@@ -147,7 +147,7 @@ class Workers:
         worker, loaded = Worker(number=number, actor=self._spawn(number)), None
         try:
             async with asyncio.timeout(_JOIN_S):
-                await worker.actor.metrics.remote()  # its engine has started
+                await worker.actor.metrics.remote()  # returns when its engine has started
 
                 # Newer weights may be published while it loads these.
                 while self.newest is not None and self.newest is not loaded:
@@ -167,11 +167,11 @@ class Workers:
         return number
 
     async def leave(self, number: int, grace: float) -> int:
-        """Drain a worker: after `grace` seconds the others generate the remaining turns of its groups.
+        """Drain a worker: after `grace` seconds other workers generate the remaining turns of its groups.
 
-        Returns the number of groups that others repeat from the beginning: those in flight when the worker
-        died meanwhile, or all remaining ones if its turns cannot be handed over.
-        Raises ValueError for a number that no worker has, and for the last worker.
+        Returns the number of groups that other workers repeat from the beginning: the groups in flight if the
+        worker dies meanwhile, or all remaining groups if its turns cannot be handed over.
+        Raises ValueError if no worker has this number, and for the last worker.
         """
         worker = next((member for member in self.staying if member.number == number), None)
         if worker is None:
@@ -194,7 +194,7 @@ class Workers:
             finally:
                 relaying.cancel()
 
-        # An actor that still has work may hang or be dead: it is killed without being closed.
+        # An actor that still has work may hang or be dead: kill it without closing it.
         worker.lost += worker.load
         self.members.remove(worker)
         try:
@@ -208,7 +208,7 @@ class Workers:
         return worker.lost
 
     async def _hand_over(self, worker: Worker) -> bool:
-        """End a worker's engine; return whether others can generate its turns."""
+        """End a worker's engine; return whether other workers can generate its turns."""
         async with self.updating:
             try:
                 worker.relayed = await asyncio.wait_for(
@@ -222,7 +222,7 @@ class Workers:
         return worker.relayed
 
     async def _relay_turns(self, worker: Worker) -> None:
-        """Have others generate the turns of a worker without engine, until cancelled or the worker dies."""
+        """Let others generate the turns of a worker without an engine, until cancelled or the worker dies."""
 
         async def relay(request: GenerateRequest) -> None:
             try:
@@ -232,7 +232,7 @@ class Workers:
             else:
                 await worker.actor.turn_generated.remote(request.request_id, result)
 
-        with suppress(BaseExceptionGroup):  # the worker died: others repeat its groups
+        with suppress(BaseExceptionGroup):  # the worker died, and others repeat its groups
             async with asyncio.TaskGroup() as turns:
                 while True:
                     turns.create_task(relay(await worker.actor.next_turn.remote()))
@@ -245,13 +245,13 @@ class Workers:
             timeout = self._config.hang_s or None
             try:
                 return await asyncio.wait_for(wait_for_answer(answer), timeout)
-            except RayTaskError as error:  # it answers; it is of its cause's class too, e.g. TimeoutError
+            except RayTaskError as error:  # alive; the error also has its cause's class, e.g. TimeoutError
                 if isinstance(error.cause, RunStopped):
-                    raise error.cause from None  # its message is for the user, without Ray's traceback
+                    raise error.cause from None  # the message is for the user, without Ray's traceback
                 raise
             except TimeoutError:
                 self._on_event("rollout_worker_hung", worker=worker.number, seconds=timeout)
-                ray.kill(actor)  # the next call finds it dead
+                ray.kill(actor)  # the next call will fail, as the actor is dead
             except asyncio.CancelledError:
                 ray.cancel(answer)
                 raise
@@ -267,10 +267,10 @@ class Workers:
                 self._on_event(kind, worker=worker.number, **fields)
 
     async def _replace(self, worker: Worker, dead: RolloutHandle, error: RayActorError) -> None:
-        """Replace a dead actor, only once for all failed calls, by one that has the newest weights."""
+        """Replace a dead actor by one with the newest weights, only once for all failed calls."""
         async with self._respawning:
             while worker.actor is dead:
-                if worker.leaving:  # those that stay repeat its groups
+                if worker.leaving:  # the other workers repeat its groups
                     raise _Left from error
 
                 self._restarts += 1
@@ -290,9 +290,9 @@ class Workers:
                         await self.newest(actor)
                 except BaseException as again:
                     if isinstance(again, RayActorError) and not isinstance(again, RayTaskError):
-                        error = again  # this one died while it was started
+                        error = again  # the new actor died during its start
                         continue
-                    ray.kill(actor)  # it refuses the weights, or the call that needed it was cancelled
+                    ray.kill(actor)  # it refuses the weights, or this call was cancelled
                     raise
 
                 if worker.leaving:
@@ -302,7 +302,7 @@ class Workers:
 
 
 async def close(actor: RolloutHandle | TrainerHandle, on_event: Callable[..., None]) -> None:
-    """Close an actor; report one that does not close, which the caller's `ray.kill` ends."""
+    """Close an actor; if it does not close, report it. The caller then ends it with `ray.kill`."""
     try:
         await asyncio.wait_for(wait_for_answer(actor.close.remote()), _CLOSE_S)
     except (RayError, TimeoutError) as error:
@@ -310,10 +310,10 @@ async def close(actor: RolloutHandle | TrainerHandle, on_event: Callable[..., No
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class: a TimeoutError has no message."""
+    """Return the first line of an error's message, or its class if it has no message (TimeoutError)."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 async def wait_for_answer(answer: Awaitable[T]) -> T:
-    """Turn an object reference into a coroutine, for `asyncio`."""
+    """Wrap an object reference in a coroutine, for `asyncio`."""
     return await answer

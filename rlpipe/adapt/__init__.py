@@ -1,1 +1,1 @@
-"""Pre-RL adaptation: the MTP layer of a frozen model learns to draft for it, measured in real generation."""
+"""Pre-RL adaptation: trains a frozen model's draft to predict the model, and measures its acceptance."""

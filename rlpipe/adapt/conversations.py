@@ -1,8 +1,8 @@
-"""Conversations from a JSONL file, as trajectories to train on and as prompts.
+"""Reads conversations from a JSONL file, as trajectories to train on and as prompts.
 
-Owns the file format, one {"messages": [{"role": ..., "content": ...}, ...]} per line, and its checks. Text of
-the assistant counts as sampled: its tokens are those of the text, followed by the stop token. Everything
-between comes from the chat template, as in a rollout.
+Owns the file format, one {"messages": [{"role": ..., "content": ...}, ...]} per line, and its checks. The
+assistant's text counts as sampled: a turn is the tokens of the text, followed by the stop token. All tokens
+between turns come from the chat template, as in a rollout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
     """Read the conversations of a file; empty lines are skipped.
 
     Raises:
-        ValueError: a line cannot be used (file and line are named), or there is no conversation.
+        ValueError: if a line cannot be used (the message names file and line), or there is no conversation.
     """
     path = Path(path)
     if not path.is_file():
@@ -42,16 +42,16 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
 
 
 class ConversationFormat:
-    """Conversations to trajectories, by the chat template of a checkpoint."""
+    """Converts conversations to trajectories with the chat template of a checkpoint."""
 
     def __init__(self, path: str | Path) -> None:
         self._chat = ChatFormat.from_pretrained(path)
         self._tokenizer: PreTrainedTokenizerBase = read_tokenizer(path)
 
     def trajectory(self, messages: list[Message], name: str, max_context: int) -> Trajectory:
-        """Convert one conversation, cut to `max_context` tokens; its reward is meaningless."""
+        """Convert one conversation, cut to `max_context` tokens; the trajectory's reward has no meaning."""
         trajectory = Trajectory(trajectory_id=name, group_id=name, instance_id=name, reward=0.0)
-        pending: list[Message] = []  # since the last assistant turn
+        pending: list[Message] = []  # messages since the last assistant turn
         last_turn: list[int] | None = None  # tokens of the last assistant turn
         for message in messages:
             if message["role"] != ASSISTANT:
@@ -75,17 +75,17 @@ class ConversationFormat:
         return trajectory
 
     def _turn(self, text: str) -> list[int]:
-        """Tokenize text of the assistant; special tokens that are spelled out in it stay text."""
+        """Tokenize the assistant's text; special tokens that are spelled out in it stay plain text."""
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return [*ids, *self._chat.stop_token_ids[:1]]
 
     def _in_template_roles(self, message: Message) -> Message:
-        """Give tool output the role that the template has for it."""
+        """Set the role of tool output to the template's role for it."""
         return message | {"role": self._chat.observation_role} if message["role"] == "tool" else message
 
 
 class ConversationSuite:
-    """Prompts from conversations, as `rlpipe.envs.base.Suite`: the model gives the last assistant turn."""
+    """A suite (`rlpipe.envs.base.Suite`) of conversations; the model generates the last assistant turn."""
 
     max_turns = 1
 
@@ -101,7 +101,7 @@ class ConversationSuite:
         return [self._split]
 
     def instance_ids(self, split: str) -> list[str]:
-        """Return an id per conversation, in the order of the file."""
+        """Return an id for each conversation, in the order of the file."""
         return list(self._openings)
 
     def episode(self, instance_id: str) -> _Answer:
@@ -125,11 +125,11 @@ class _Answer:
         return StepResult(done=True, reward=0.0)
 
     def close(self) -> None:
-        """Do nothing: an answer holds no resource."""
+        """Do nothing, as an episode has no resources."""
 
 
 def _parse(line: str, where: str) -> list[Message]:
-    """Return the messages of a line. Raises ValueError, which begins with `where`."""
+    """Return the messages of a line. Raises ValueError with a message that begins with `where`."""
     try:
         item = json.loads(line)
     except ValueError as error:
@@ -160,7 +160,7 @@ def _is_text(message: object) -> bool:
 
 
 def _as_if_generated(name: str, ids: list[int]) -> GenerateResult:
-    """Return a turn without recorded probabilities: adaptation computes them by the frozen model."""
+    """Return a turn without recorded probabilities, as adaptation computes them with the frozen model."""
     return GenerateResult(
         request_id=name,
         output_ids=np.array(ids),

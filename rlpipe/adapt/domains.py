@@ -1,7 +1,7 @@
-"""Held-out sets in which acceptance is measured.
+"""Held-out sets on which acceptance is measured.
 
-Owns the choice of prompts: those of an environment (`swe`: all its held-out sets), of one set
-(`swe.held_families`), or of a JSONL file of conversations. Generates nothing.
+Owns the choice of prompts: from an environment (`swe`: all its held-out sets), from one of its sets
+(`swe.held_families`), or from a JSONL file of conversations. Generates nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rlpipe.config.paths import resolve
 from rlpipe.envs import make_suite
 from rlpipe.envs.base import Suite
 
-UNUSED_TRAINING = 16  # training tasks of an environment that is only evaluated
+UNUSED_TRAINING = 16  # training tasks to make for an environment that is only evaluated
 
 
 @dataclass(slots=True, kw_only=True)
 class Domain:
     """One held-out set.
 
-    name: as in metrics, ENV.SPLIT or the file's name. in_domain: whether its kind is trained on.
-    suite: makes its episodes. instance_ids: of its prompts, in order.
+    name: name in metrics, ENV.SPLIT or the file's name. in_domain: whether prompts of its kind are trained
+    on. suite: makes its episodes. instance_ids: ids of its prompts, in order.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Domain:
 
 
 def make_domains(config: AdaptConfig, env: EnvConfig, suites: dict[EnvName, Suite]) -> list[Domain]:
-    """Make every held-out set of the settings.
+    """Make all held-out sets that the settings name.
 
     Args:
         suites: by environment, see `make_suites`.
 
     Raises:
-        ValueError: a set does not exist, is named twice, or has no prompt left.
+        ValueError: if a set does not exist, is named twice, or has no prompt left.
     """
     domains: list[Domain] = []
     for entry, in_domain in config.domains(env):
@@ -72,7 +72,7 @@ def make_domains(config: AdaptConfig, env: EnvConfig, suites: dict[EnvName, Suit
 
 
 def make_suites(config: AdaptConfig, env: EnvConfig, seed: int) -> dict[EnvName, Suite]:
-    """Make the environments that are needed; those that are only evaluated get few training tasks."""
+    """Make the environments that are needed; one that is only evaluated gets few training tasks."""
     suites = {}
     for name in config.environments(env):
         settings = replace(env, name=name)

@@ -1,13 +1,13 @@
-"""Acceptance of a set of prompts, with standard errors clustered by prompt; and of differences.
+"""Estimates acceptance on a set of prompts, and differences, with standard errors clustered by prompt.
 
-Owns the statistics; generates nothing. Every figure is a ratio of sums over prompts,
-r = sum_i N_i / sum_i D_i. Verify steps of one prompt are correlated and prompts are not, so the error comes
-from the G prompts,
+Owns the statistics; generates nothing. Every figure is a ratio of sums over prompts, r = sum_i N_i / sum_i
+D_i. Verify steps of one prompt are correlated and prompts are not, so the error is computed from the G
+prompts,
 
     se(r)^2 = G / (G - 1) * sum_i ((N_i - r D_i) / sum_j D_j)^2
 
-(the linearised ratio with the CR1 correction; with one verify step a prompt, sd / sqrt(G)). Two drafts on
-the same prompts are compared prompt by prompt: u_i is the difference of their linearised terms.
+(the linearised ratio with the CR1 correction; with one verify step per prompt it is sd / sqrt(G)). Two drafts
+on the same prompts are compared prompt by prompt, by the differences of their linearised terms.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RATE, LENGTH, TOKENS = "acceptance_rate", "acceptance_length", "tokens_per_step"
 
 @dataclass(slots=True, kw_only=True)
 class PromptCounts:
-    """Counts of an engine over the attempts at one prompt.
+    """An engine's counts over the attempts at one prompt.
 
-    spec: drafts. emitted: tokens of verify steps, that is, all sampled ones except the first of each turn,
-    which the prefill emits.
+    spec: counts of drafts. emitted: tokens that verify steps emitted: all sampled tokens except the first of
+    each turn, which the prefill emits.
     """
 
     spec: SpecCounts = field(default_factory=SpecCounts)
@@ -36,11 +36,11 @@ class PromptCounts:
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> PromptCounts:
-        """Build from the output of `dataclasses.asdict`."""
+        """Make an object from the output of `dataclasses.asdict`."""
         return cls(spec=SpecCounts(**item["spec"]), emitted=item["emitted"])
 
     def fraction(self, figure: str) -> tuple[float, float]:
-        """Return numerator and denominator of a figure, see `figures`.
+        """Return numerator and denominator of a figure; see `figures`.
 
         >>> spec = SpecCounts(drafted=[4], accepted=[3], verify_steps=4, proposed=4)
         >>> PromptCounts(spec=spec).fraction(RATE)
@@ -60,10 +60,10 @@ class PromptCounts:
 
 @dataclass(slots=True, kw_only=True)
 class ExpectedCounts:
-    """What an engine is expected to count over the attempts at one prompt, given the tokens it emits.
+    """Expected counts of an engine over the attempts at one prompt, given the tokens it emits.
 
-    drafted, accepted: by depth, as in `SpecCounts`, but only drafts within turns. verify_steps: their number.
-    emitted: as in `PromptCounts`.
+    drafted, accepted: by depth, as in `SpecCounts`, but only for drafts within turns. verify_steps: number of
+    verify steps. emitted: see `PromptCounts`.
     """
 
     drafted: list[float]
@@ -72,7 +72,7 @@ class ExpectedCounts:
     emitted: float = 0.0
 
     def fraction(self, figure: str) -> tuple[float, float]:
-        """Return numerator and denominator of a figure, see `expected_figures`."""
+        """Return numerator and denominator of a figure; see `expected_figures`."""
         if figure == TOKENS:
             return self.emitted, self.verify_steps
         depth = int(figure.removeprefix(f"{RATE}/depth_"))
@@ -94,8 +94,9 @@ AnyCounts = Mapping[str, HasFractions]
 def figures(gamma: int) -> list[str]:
     """List the names of all figures.
 
-    They are the rate (of drafted tokens), the length (drafts beyond a turn's end included), tokens per step
-    (within turns: what speeds decoding up), and the rate by depth, given that the depth before was accepted.
+    They are the acceptance rate of drafted tokens, the acceptance length (with drafts beyond a turn's end),
+    the tokens per step (only within turns, which determines the speed-up), and the rate by depth, given that
+    the depth before was accepted.
 
     >>> figures(1)
     ['acceptance_rate', 'acceptance_length', 'tokens_per_step', 'acceptance_rate/depth_1']
@@ -104,7 +105,7 @@ def figures(gamma: int) -> list[str]:
 
 
 def expected_figures(gamma: int) -> list[str]:
-    """List the figures that have an expectation: they exclude drafts beyond the end of a turn.
+    """List the figures that have an expectation, which are those without drafts beyond a turn's end.
 
     >>> expected_figures(2)
     ['tokens_per_step', 'acceptance_rate/depth_1', 'acceptance_rate/depth_2']
@@ -113,7 +114,7 @@ def expected_figures(gamma: int) -> list[str]:
 
 
 def count(trajectories: Iterable[Trajectory]) -> dict[str, PromptCounts]:
-    """Add up counts by instance, without masked trajectories and those that have no verify step."""
+    """Add up counts by instance, without trajectories that are masked or have no verify step."""
     by_instance: dict[str, PromptCounts] = {}
     for trajectory in trajectories:
         if trajectory.status is not TrajectoryStatus.COMPLETE or not trajectory.spec.verify_steps:
@@ -132,7 +133,7 @@ def estimate(counts: AnyCounts, figure: str) -> Estimate:
 
 
 def difference(after: AnyCounts, before: AnyCounts, figure: str) -> Estimate:
-    """Estimate the change of a figure, after minus before, on the prompts of both, paired by prompt."""
+    """Estimate the change of a figure, after minus before, paired over the prompts that both have."""
     common = sorted(after.keys() & before.keys())
     a, a_terms = _linearised([after[name].fraction(figure) for name in common])
     b, b_terms = _linearised([before[name].fraction(figure) for name in common])
@@ -142,7 +143,7 @@ def difference(after: AnyCounts, before: AnyCounts, figure: str) -> Estimate:
 
 
 def pooled(several: Iterable[Counts]) -> dict[str, PromptCounts]:
-    """Add the counts of several runs (seeds) prompt by prompt: the prompt stays the cluster."""
+    """Add the counts of several runs (seeds) by prompt, so that prompts remain the clusters."""
     totals: dict[str, PromptCounts] = {}
     for counts in several:
         for name, prompt in counts.items():
@@ -153,17 +154,17 @@ def pooled(several: Iterable[Counts]) -> dict[str, PromptCounts]:
 
 
 def to_json(counts: Counts) -> dict[str, Any]:
-    """Return plain data that `counts_from_json` reads."""
+    """Return the counts as plain data, for `counts_from_json`."""
     return {name: asdict(prompt) for name, prompt in counts.items()}
 
 
 def counts_from_json(data: Mapping[str, Any]) -> dict[str, PromptCounts]:
-    """Return the counts of which `to_json` made the data."""
+    """Return the counts from data that `to_json` made."""
     return {name: PromptCounts.from_json(item) for name, item in data.items()}
 
 
 def _linearised(fractions: list[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Compute the ratio of sums, and each prompt's share of its deviation."""
+    """Compute the ratio of sums, and each prompt's contribution to its deviation."""
     weight = fsum(d for _, d in fractions)
     if not weight:
         return nan, [nan] * len(fractions)
@@ -173,5 +174,5 @@ def _linearised(fractions: list[tuple[float, float]]) -> tuple[float, list[float
 
 
 def _estimate(value: float, terms: list[float]) -> Estimate:
-    """Attach the clustered error to a value whose linearised terms, one per prompt, are independent."""
+    """Make an estimate with its clustered error. terms: linearised, one per prompt, independent."""
     return Estimate(value=value, se=cr1_error(fsum(t * t for t in terms), len(terms)), df=len(terms) - 1)

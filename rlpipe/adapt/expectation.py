@@ -1,4 +1,4 @@
-"""Expected acceptance of a draft on recorded rollouts: exact given their tokens, without generating any.
+"""Expected acceptance of a draft on recorded rollouts, exact given their tokens, without generation.
 
 Owns the step from the trainer's tables (`rlpipe.trainer.draft`) to expected counts by prompt. One pass of
 target and draft gives, at every token, the probability that a draft of it would have been accepted:
@@ -6,9 +6,10 @@ target and draft gives, at every token, the probability that a draft of it would
     rejection      min(1, q(x) / p(x))
     target-only    1 if x is the argmax of q, else 0
 
-The visit recursion (`rlpipe.drafts.visit`) turns them into expected verify steps. The model is frozen, so the
-same rollouts serve every evaluation, and two drafts are compared on the same tokens. From the second depth
-on, the trainer's draft attends to keys of the same depth, whereas the engine's attends to those of the first.
+The visit recursion (`rlpipe.drafts.visit`) turns these probabilities into expected verify steps. The model is
+frozen, so all evaluations use the same rollouts, and two drafts are compared on the same tokens. From the
+second depth on, the trainer's draft attends to keys of the same depth, but the engine's draft attends to keys
+of the first depth.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def expected_counts(
 
     Args:
         trajectories: recorded from the target.
-        tables: of each; None where it has no context.
+        tables: one for each trajectory; None if it has no context.
         gamma: draft tokens of a verify step, at most the depths of the tables.
-        mode: of `ACCEPT`.
+        mode: one of `ACCEPT`.
     """
     import torch
 
@@ -43,7 +44,7 @@ def expected_counts(
     if not rows:
         return {}
 
-    # Rows are padded to the longest; a gap between positions is the start of a turn.
+    # Pad rows to the longest; a gap between positions marks the start of a turn.
     longest = max(len(positions) for _, positions, _ in rows)
     accept = np.zeros((len(rows), longest, gamma))
     mask, starts = np.zeros(accept.shape, bool), np.zeros(accept.shape[:2], bool)
@@ -68,7 +69,7 @@ def expected_counts(
 
 
 def mean_overlap(tables: Sequence[Table | None], gamma: int) -> list[float | None]:
-    """Compute the mean of sum_v min(p, q) by depth over all contexts; None where there is none."""
+    """Compute the mean of sum_v min(p, q) by depth over all contexts; None for a depth without contexts."""
     filled = [table[1]["rejection"][:, :gamma] for table in tables if table is not None]
     if not filled:
         return [None] * gamma

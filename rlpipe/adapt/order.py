@@ -1,4 +1,4 @@
-"""The trajectories that a step trains on, and which of their tokens: pure functions of (seed, step).
+"""Chooses the trajectories and tokens that a step trains on, as pure functions of (seed, step).
 
 Owns the order, so that a resumed run sees the same batches as an uninterrupted one.
 """
@@ -14,11 +14,11 @@ from rlpipe.types import Trajectory
 
 
 class DataOrder:
-    """Seeded epochs over trajectories, each once per epoch; a batch may span two epochs.
+    """Seeded epochs over trajectories, with each trajectory once per epoch; a batch may span two epochs.
 
-    context_weight: see `AdaptConfig`. Each stretch of context counts in a batch with this probability,
-    as if it had been sampled: the gradient's expectation is that of a weight, and a chain of drafts is
-    never counted in part.
+    context_weight: see `AdaptConfig`. In a batch, each stretch of context counts with this probability, as if
+    it had been sampled. The expected gradient equals that of a weight, and a chain of drafts is never counted
+    in part.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class DataOrder:
         return [with_context(t, self._context_weight, rng) for t in chosen]
 
     def epoch(self, step: int) -> float:
-        """Return how many passes over the data `step` steps make."""
+        """Return the number of passes over the data after `step` steps."""
         return step * self._batch / len(self._trajectories)
 
     def _index(self, position: int) -> int:
-        """Return the trajectory at a position of the endless sequence of epochs."""
+        """Return the index of the trajectory at a position of the endless sequence of epochs."""
         epoch, within = divmod(position, len(self._trajectories))
         if epoch not in self._orders:
             order = list(range(len(self._trajectories)))
             random.Random(f"{self._seed}/epoch/{epoch}").shuffle(order)
 
-            # A batch may span two epochs, so the one before stays.
+            # A batch may span two epochs, so keep the previous order too.
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch][within]
 
@@ -58,8 +58,8 @@ class DataOrder:
 def with_context(trajectory: Trajectory, weight: float, rng: random.Random) -> Trajectory:
     """Return a copy in which each stretch of context counts with probability `weight`.
 
-    One token at either end of a stretch stays out, so that turns remain separate: an engine never drafts
-    from one into the next.
+    One token at each end of a stretch is excluded, so that turns remain separate: an engine never drafts from
+    one turn into the next.
 
     >>> mask = [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
     >>> chat = Trajectory(trajectory_id="t", group_id="g", instance_id="i", loss_mask=mask)

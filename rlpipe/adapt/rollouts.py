@@ -1,15 +1,16 @@
-"""Rollouts of the model that is adapted, sampled once and stored as JSONL.
+"""Rollouts of the adapted model, sampled once and stored as JSONL.
 
-Owns the file. Its first line describes the rollouts (backbone, environment, sampling); a file of
-other rollouts is refused. Every other line is a trajectory:
+Owns the file. Its first line describes the rollouts (backbone, environment, sampling); a file with another
+description is refused. Every other line is a trajectory:
 
-    index           number of its prompt in the run's prompt stream; prompts end in any order
-    trajectory_id, group_id, instance_id, status, reward, truncated, prompt_length, num_turns
-    token_ids       all its tokens in order
-    loss_mask       1 for those the model sampled
+    index           number of its prompt in the run's prompt stream; lines may be in any order of prompts
+    trajectory_id, group_id, instance_id, status, reward, truncated, prompt_length, num_turns token_ids
+    all its tokens in order
+    loss_mask       1 for tokens that the model sampled
     rollout_logprobs, entropies    of the sampled tokens, in order, nats
 
-The lines of one prompt are appended with one write; a prompt that a crash cut short is run again.
+The lines of one prompt are appended with one write; a prompt with incomplete lines, after a crash, is run
+again.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ SAMPLED = ("rollout_logprobs", "entropies")
 def complete_rollouts(
     config: Config, suite: Suite, file: Path, *, stopped: Callable[[], bool], on_event: OnEvent
 ) -> list[Trajectory]:
-    """Generate the rollouts that `file` lacks, and return all that can be trained on.
+    """Generate the rollouts that are missing in `file`, and return all that can be trained on.
 
     Returns:
         Trainable trajectories of the first `adapt.prompts` prompts, in prompt order. After a stop some are
-        missing: the caller must not train on them.
+        missing, and the caller must not train on the result.
 
     Raises:
-        ValueError: the file holds rollouts of another model, environment or sampling.
+        ValueError: if the file has rollouts of another model, environment or sampling.
     """
     wanted = range(config.adapt.prompts)
     stream = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
@@ -60,7 +61,7 @@ def complete_rollouts(
         def store(group: Group) -> None:
             groups.add(missing[group.prompt.group_id], group)
 
-        # Verification is lossless, so drafts change only the speed, and those of an untrained draft lower it.
+        # Verification is lossless, so drafts change only the speed, and an untrained draft makes it slower.
         plain = replace(config, spec=replace(config.spec, mode=SpecMode.NONE, adaptive=False))
         collect(plain, suite, prompts, on_group=store, stopped=stopped, on_event=on_event)
 
@@ -69,15 +70,16 @@ def complete_rollouts(
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """Return all that a rollout depends on except the index of its prompt, as JSON has it, by setting.
+    """Return, as JSON data by setting, all that a rollout depends on except the index of its prompt.
 
-    The draft is not part of it: verification is lossless. Nor is the engine, nor the code of a user's suite.
+    It does not include the draft, because verification is lossless, nor the engine, nor the code of a user's
+    suite.
     """
-    # Not of the environment: its held-out sets, and what changes only how its commands are run.
+    # Exclude the environment's held-out sets, and settings that only change how its commands are run.
     env = asdict(config.env)
     sections = {"reasoning", "tools", "gymnasium", "textarena", "verifiers", "openenv", "function"}
     unused = {"held_out_files", "threads", "retries", "step_timeout_s"} | (sections - {config.env.name.value})
-    del env["function"]["model"]  # a path, and its weights are recorded below
+    del env["function"]["model"]  # it is a path; a hash of the weights is recorded below
 
     decides = {"rollouts_of": backbone_digest(resolve_model(config.model.path))}
     decides |= {f"env.{name}": value for name, value in env.items() if name not in unused}
@@ -88,7 +90,7 @@ def origin(config: Config) -> dict[str, Any]:
 
 
 def backbone_digest(path: Path) -> str:
-    """Hash the norms and biases of the backbone: cheap, and no two trainings leave them equal."""
+    """Hash the norms and biases of the backbone: this is cheap, and they differ after any training."""
     from safetensors import safe_open
 
     digest, config = hashlib.blake2b(digest_size=8), read_config(path)
@@ -104,12 +106,12 @@ def backbone_digest(path: Path) -> str:
 
 
 class _Groups:
-    """The file, read once and appended to. by_index: complete groups."""
+    """The file, which is read once and then appended to. by_index: complete groups."""
 
     def __init__(self, file: Path, source: dict[str, Any], samples: int) -> None:
         self.by_index: dict[int, list[Trajectory]] = {}
         self._file = file
-        lines, _ = read_jsonl(file)  # a line cut short by a crash is left out
+        lines, _ = read_jsonl(file)  # a line that a crash cut off is omitted
         if not lines:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(source) + "\n")
@@ -121,13 +123,13 @@ class _Groups:
             self.by_index.setdefault(line["index"], []).append(read(line))
         self.by_index = {i: group for i, group in self.by_index.items() if len(group) == samples}
 
-        # Lines of incomplete groups would be next to those of the group that is generated again.
+        # Remove lines of incomplete groups, because these groups are generated again.
         complete = [line for line in lines[1:] if line["index"] in self.by_index]
         if len(complete) < len(lines) - 1 or not file.read_bytes().endswith(b"\n"):
             file.write_text(_lines([source, *complete]))
 
     def add(self, index: int, group: Group) -> None:
-        """Store a finished group, as a later run would read it."""
+        """Store a finished group in the form in which a later run would read it."""
         lines = [write(index, trajectory) for trajectory in group.trajectories]
         with self._file.open("a") as file:
             file.write(_lines(lines))
@@ -135,7 +137,7 @@ class _Groups:
 
 
 def _check_origin(file: Path, recorded: dict[str, Any], source: dict[str, Any]) -> None:
-    """Refuse rollouts that are not of `source`, or of which that is not known. Raises ValueError."""
+    """Raise ValueError for rollouts with another origin than `source`, or without a known origin."""
     elsewhere = "set adapt.rollouts or run.dir to another path, or delete the file."
     if unknown := [name for name in source if name not in recorded]:
         raise ValueError(
@@ -149,7 +151,7 @@ def _check_origin(file: Path, recorded: dict[str, Any], source: dict[str, Any]) 
 
 
 def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as a line of the file."""
+    """Return the JSON object for a trajectory's line in the file."""
     line = {"index": index, **{name: getattr(trajectory, name) for name in PLAIN}}
     line |= {"status": trajectory.status.value, "token_ids": trajectory.token_ids.tolist()}
     line |= {"loss_mask": trajectory.loss_mask.astype(int).tolist()}
@@ -159,7 +161,7 @@ def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def read(line: dict[str, Any]) -> Trajectory:
-    """Return the trajectory of a line, without versions, counts and metadata of the environment."""
+    """Return the trajectory of a line; versions, counts and the environment's metadata are not stored."""
     mask = np.array(line["loss_mask"], np.bool_)
     columns: dict[str, Any] = {name: np.zeros(len(mask), np.float32) for name in SAMPLED}
     for name, values in columns.items():

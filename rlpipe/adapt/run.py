@@ -1,4 +1,4 @@
-"""The recipe `mtp_adapt`: the MTP layer of a frozen model, or an EAGLE-3 draft, learns to draft for it.
+"""The recipe `mtp_adapt`: trains the MTP layer of a frozen model, or an EAGLE-3 draft, to draft for it.
 
     own rollouts or conversations --> DataOrder --> pack --> trainer.adapt_step --> draft
                                                                   | every eval_every steps
@@ -6,12 +6,12 @@
                                                                   | after the last step
     held-out prompts --> engine (each mode) --> counts <-- trainer.mtp_stats on the same tokens
 
-Owns the loop and its files: rollouts.jsonl, evaluations/step_N.json, checkpoints/step_N, and, after the
-last step, model/ (for EAGLE-3 draft/, only the draft) and results.json. Batches are
-functions of the step, and evaluation does not change the trainer: a resumed run continues bit for bit.
+Owns the loop and its files: rollouts.jsonl, evaluations/step_N.json, checkpoints/step_N, and, after the last
+step, results.json and model/ (for EAGLE-3 draft/ with only the draft). Batches are functions of the step, and
+evaluation does not change the trainer, so a resumed run continues bit for bit.
 
-Differences from Bebop §6.1: the data are the policy's own samples unless given; prefixes of siblings are
-run once; the depths trained for are `draft.depths`, three by default where the paper trains five.
+Differences from Bebop §6.1: without `adapt.data` the data are the policy's own samples; prefixes of siblings
+are run once; `draft.depths` depths are trained, three by default, while the paper trains five.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Adaptation:
-    """The task `mtp_adapt`; `step` counts optimizer steps done.
+    """The task `mtp_adapt`. step: number of completed optimizer steps.
 
-    Everything runs in this process, except several trainer ranks, and several engines that record rollouts.
-    done: step of the newest checkpoint, None without one; later evaluations are measured again.
+    It runs in this process, but several trainer ranks, or several engines that record rollouts, have separate
+    processes. done: step of the newest checkpoint, None without one; evaluations of later steps are measured
+    again.
     """
 
     config: Config
@@ -80,7 +81,7 @@ class Adaptation:
     _trainer: MegatronTrainer | DraftTrainer | TrainerRanks = field(init=False)
     _suites: dict[EnvName, Suite] = field(init=False)
     _domains: list[Domain] = field(init=False)
-    _held_out: dict[str, list[Trajectory]] = field(default_factory=dict)  # the model's rollouts, by domain
+    _held_out: dict[str, list[Trajectory]] = field(default_factory=dict)  # the model's rollouts by domain
 
     def __post_init__(self, done: int | None) -> None:
         self._suites, self._domains = check_adaptation(self.config)
@@ -95,7 +96,7 @@ class Adaptation:
             self._ray = RaySession(self.config, give_up)
 
     def run(self) -> bool:
-        """Train until `run.steps` or a stop request, evaluate, leave a checkpoint; True when all is done."""
+        """Train until `run.steps` or a stop request, evaluate, checkpoint; return whether all is done."""
         config = self.config
         check_evaluations(config, self.run_dir)
         trajectories = self._load()
@@ -120,7 +121,7 @@ class Adaptation:
         return self.step == config.run.steps
 
     def waits_for(self) -> str:
-        """Return what the task waits for now, as text."""
+        """Return a text on what the task currently waits for."""
         if not self._trajectories:
             return "the rollouts to train on"
         return (
@@ -128,11 +129,11 @@ class Adaptation:
         )
 
     def request_stop(self) -> None:
-        """Finish the step or the evaluation in progress, checkpoint, return from `run`."""
+        """Make `run` finish the step or evaluation in progress, save a checkpoint and return."""
         self._stop = True
 
     def close(self, at_once: bool) -> None:
-        """End Ray, with all that it started; `run` closes its trainer."""
+        """End Ray and all processes that it started; `run` closes its trainer."""
         if self._ray is not None:
             self._ray.stop(at_once)
 
@@ -196,7 +197,7 @@ class Adaptation:
             self.bus.commit(self.step)
 
     def _due(self, every: int) -> bool:
-        """Return whether an action with this interval in steps is due; it always is at the last step."""
+        """Return whether an action that runs every `every` steps is due; it always is at the last step."""
         return self.step == self.config.run.steps or bool(every and self.step % every == 0)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
@@ -221,7 +222,7 @@ class Adaptation:
             self.bus.event("acceptance", step=self.step, held_out=name, tokens_per_step=text)
 
     def _measured(self) -> Evaluation:
-        """Evaluate the current draft; domains measured before an interruption are read, not run again."""
+        """Evaluate the current draft; domains that were measured before an interruption are only read."""
         config, file = self.config, evaluation_file(self.run_dir, self.step)
         known = Evaluation.read(file).domains if file.is_file() else {}
         generates = self.step == config.run.steps or not has_expectations(config)
@@ -242,7 +243,7 @@ class Adaptation:
         return Evaluation.read(file)
 
     def _expect(self, evaluation: Evaluation, domains: Sequence[Domain]) -> None:
-        """Compute what the draft is expected to accept of the held-out rollouts."""
+        """Compute the draft's expected acceptance on the held-out rollouts."""
         trainer = cast("MegatronTrainer | TrainerRanks", self._trainer)  # see `has_expectations`
         for name, trajectories in self._recorded(domains).items():
             if trajectories:
@@ -250,7 +251,7 @@ class Adaptation:
                 expect(self.config, evaluation.domains[name], trajectories, tables)
 
     def _recorded(self, domains: Sequence[Domain]) -> dict[str, list[Trajectory]]:
-        """Return the frozen model's rollouts of held-out sets, sampled when they are first needed."""
+        """Return the frozen model's rollouts of held-out sets; they are sampled at the first use."""
         if missing := [domain for domain in domains if domain.name not in self._held_out]:
             rollouts = generate_domains(
                 self.config, missing, SpecMode.NONE, weights=None, on_event=self.bus.event
@@ -260,7 +261,7 @@ class Adaptation:
         return {domain.name: self._held_out[domain.name] for domain in domains}
 
     def _generate(self, evaluation: Evaluation, domains: Sequence[Domain]) -> None:
-        """Generate answers to the first prompts of held-out sets with an engine that drafts."""
+        """Generate answers to the first prompts of held-out sets, with an engine that uses the draft."""
         count = self.config.adapt.eval_generated or None
         some = [replace(domain, instance_ids=domain.instance_ids[:count]) for domain in domains]
         config, weights = self._drafting()
@@ -274,12 +275,12 @@ class Adaptation:
         )
 
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
-        """Return the settings and weights by which an engine drafts with the current draft."""
+        """Return the settings and weights with which an engine uses the current draft."""
         drafter = self.config.adapt.drafter
         if not drafter.kind.has_directory:
             return self.config, self._trainer.export_weights()
 
-        # A draft with a directory of its own is loaded from there.
+        # The engine loads a draft with a separate directory from there.
         path = self.run_dir / "draft.evaluated"
         self._trainer.save_hf(path)
         spec = replace(self.config.spec, drafter=drafter, draft_path=str(path))
@@ -302,8 +303,8 @@ class Adaptation:
         self.bus.event("checkpoint", step=self.step, path=path.name, seconds=round(seconds, 3))
 
     def _finish(self) -> None:
-        """Save the model or draft for engines, and the summary."""
-        # A run that was longer once, lost a file or has new held-out sets lacks evaluations.
+        """Save the model or draft for engines, and the results."""
+        # Evaluations are missing if the run was longer before, lost a file or has new held-out sets.
         self._measured()
 
         product = self.run_dir / product_name(self.config)
@@ -319,7 +320,7 @@ class Adaptation:
 
 
 def product_name(config: Config) -> str:
-    """Return the name of a finished run's directory for engines: the model, or only a draft."""
+    """Return the name of the directory that a finished run saves for engines: model or draft."""
     return "draft" if config.adapt.drafter.kind.has_directory else "model"
 
 
@@ -334,17 +335,17 @@ def evaluation_file(run_dir: Path, step: int) -> Path:
 
 
 def has_expectations(config: Config) -> bool:
-    """Return whether expected acceptance is computed: the trainer must unroll all depths of the engine."""
+    """Return whether expected acceptance is computed: the trainer must unroll all of the engine's depths."""
     return not config.adapt.drafter.kind.has_directory and config.draft.depths >= config.spec.gamma
 
 
 def check_adaptation(config: Config) -> tuple[dict[EnvName, Suite], list[Domain]]:
-    """Make the environments and held-out sets, so that an evaluation does not fail after training.
+    """Make the environments and held-out sets before training, to find errors early.
 
     Writes nothing.
 
     Raises:
-        ValueError: an environment, an engine or a held-out set cannot be used.
+        ValueError: if an environment, an engine or a held-out set cannot be used.
     """
     settings = config.adapt
     for name in settings.environments(config.env):
@@ -361,10 +362,10 @@ def check_adaptation(config: Config) -> tuple[dict[EnvName, Suite], list[Domain]
 
 
 def check_evaluations(config: Config, run_dir: Path) -> None:
-    """Refuse a run that has evaluations under another gamma or temperature: they do not compare.
+    """Refuse a run with evaluations under another gamma or temperature, as these are not comparable.
 
     Raises:
-        ValueError: names the setting, and the value to set.
+        ValueError: names the setting and the value to set.
     """
     settings = {"spec.gamma": config.spec.gamma, "rollout.temperature": config.rollout.temperature}
     for file in sorted(evaluations(run_dir).glob("step_*.json")):
@@ -378,7 +379,7 @@ def check_evaluations(config: Config, run_dir: Path) -> None:
 
 
 def remove_evaluations(run_dir: Path, after: int | None) -> None:
-    """Drop evaluations that no checkpoint covers (None: all): a resumed run measures them again."""
+    """Remove evaluations after a step (None: all) that no checkpoint covers; they are measured again."""
     for file in evaluations(run_dir).glob("step_*.json"):
         if after is None or int(file.stem.removeprefix("step_")) > after:
             file.unlink()
@@ -387,7 +388,7 @@ def remove_evaluations(run_dir: Path, after: int | None) -> None:
 def write_results(config: Config, run_dir: Path) -> None:
     """Write results.json: figures of every evaluation as [value, standard error].
 
-    Later evaluations have the difference to the first and its error too, paired by prompt.
+    Later evaluations also have the difference to the first one and its error, paired by prompt.
     """
     files = sorted(evaluations(run_dir).glob("step_*.json"), key=lambda f: int(f.stem.split("_")[1]))
     measured = [Evaluation.read(file) for file in files]
@@ -414,7 +415,7 @@ def write_results(config: Config, run_dir: Path) -> None:
 
 
 def _objective(draft: DraftConfig) -> dict[str, str]:
-    """Names of what was minimised."""
+    """Return the names of the objective that was minimised."""
     anchors = {} if draft.windows else {"anchors": draft.anchors.value}
     return {"loss": draft.objective.value} | anchors
 
@@ -422,7 +423,7 @@ def _objective(draft: DraftConfig) -> dict[str, str]:
 def _make_trainer(
     config: Config, trajectories: Sequence[Trajectory]
 ) -> MegatronTrainer | DraftTrainer | TrainerRanks:
-    """A trainer of only the draft, with a short warm-up and a constant learning rate."""
+    """Make a trainer of only the draft, with a short warm-up and a constant learning rate."""
     draft = replace(
         config.draft,
         warmup_steps=ceil(config.adapt.warmup * config.run.steps),
@@ -453,7 +454,7 @@ def _make_trainer(
 
 
 def _step_metrics(step: int, batch: PackedBatch, order: DataOrder, seconds: float) -> dict[str, Value]:
-    """Return the state that only the loop has."""
+    """Return the metrics that only the loop can measure."""
     return {
         "training/global_step": Last(step),
         "training/epoch": Last(order.epoch(step)),

@@ -37,7 +37,7 @@ def extended(
     sliding_window_size: int | None = None,
     **how: Any,
 ) -> torch.Tensor:
-    """AROUND `_run_sdpa_forward_extend`: `new` queries of each request behind the `before` cached ones.
+    """Around `_run_sdpa_forward_extend`: attend from `new` queries per request, after `before` cached ones.
 
     query, output: [tokens, heads, size]; keys, values: [slots, heads, size]; slots: [requests, context].
     """

@@ -45,7 +45,7 @@ def draw_races(
     logits, row_stride, temperatures, top_ks, seed, z, races, tokens, vocab,
     TILES: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr, GREEDY: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """KEEP: scale the logits and store z; else they are z. GREEDY: rows of top_k 1 take the argmax."""
+    """Find each tile's best race. KEEP: scale logits and store z, else they are z. GREEDY: top_k may be 1."""
     b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = TILE // 2
     place = tl.arange(0, HALF)
