@@ -91,7 +91,7 @@ class Placement:
             remove_placement_group(self._groups.pop())
 
     def _reserve(self, bundles: list[Bundle], strategy: str) -> None:
-        """Reserve all bundles, or reserve none and return those that do not fit."""
+        """Reserve all bundles, or none. Raises ValueError, which names bundles that do not fit."""
         # Let Ray choose the nodes first: then it can also move the bundles of a lost node to another.
         group = placement_group(bundles, strategy=strategy)
         if group.wait(_OWN_CHOICE_S):

@@ -199,7 +199,7 @@ class RayCluster(Cluster):
     async def _export(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
         """Put weights into the object store, once for all workers."""
         exports = [rank.export.remote(version) for rank in self._trainers]
-        exported = exports[0]  # those of other ranks are empty
+        exported = exports[0]  # other ranks export nothing
 
         # Wait until the export is done, without fetching the weights to this process.
         await self._call_ranks("export", lambda rank: rank.__ray_ready__.remote())

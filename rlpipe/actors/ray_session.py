@@ -33,7 +33,7 @@ from rlpipe.types import CONTINUES
 _PREFIX = "rlpipe-ray-"
 _SESSIONS = "sessions"  # file with the session ids in the folder, for a later cleanup
 _WATCHED = ("gcs_server", "raylet")
-LOOK_S, PATIENCE_S = 0.2, 60.0  # between two checks of killed processes, and limit for all of them
+LOOK_S, PATIENCE_S = 0.2, 60.0  # seconds between two checks of killed processes, and limit for all checks
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
 
 
@@ -75,7 +75,7 @@ def module_path() -> str:
 
 
 class RaySession:
-    """Started by its constructor, ended by `stop`. on_death: called with a message when Ray has died."""
+    """Ray for a run. The constructor starts it, `stop` ends it. on_death: called if it dies, with text."""
 
     def __init__(self, config: Config, on_death: Callable[[str], None]) -> None:
         self._stopped = threading.Event()

@@ -120,10 +120,11 @@ class RolloutWorker:
         return await self._engine.generate(request)
 
     async def hand_over(self) -> bool:
-        """Stop the engine; then `next_turn` returns each turn for another worker, unfinished ones first.
+        """Stop the engine; from then on `next_turn` returns the turns that another worker must generate.
 
-        Conversations and sandboxes stay in this worker. Returns False without a change if the workers'
-        engines differ, as with injections or with evaluations by another policy.
+        The first ones are the turns that the engine has not finished. Conversations and sandboxes stay in
+        this worker. Returns False without a change if the workers' engines differ, as with injections or with
+        evaluations by another policy.
         """
         if self._evaluator is not self._collector or isinstance(self._engine, InjectedEngine):
             return False

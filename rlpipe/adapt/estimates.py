@@ -105,7 +105,7 @@ def figures(gamma: int) -> list[str]:
 
 
 def expected_figures(gamma: int) -> list[str]:
-    """List the figures that have an expectation, which are those without drafts beyond a turn's end.
+    """List the figures that have an expected value; these exclude drafts beyond the end of a turn.
 
     >>> expected_figures(2)
     ['tokens_per_step', 'acceptance_rate/depth_1', 'acceptance_rate/depth_2']

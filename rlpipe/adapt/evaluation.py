@@ -53,7 +53,7 @@ FROM_Q = (SpecMode.REJECTION.value, SpecMode.BLOCK.value)  # modes that sample t
 
 @dataclass(slots=True, kw_only=True)
 class ModeCounts:
-    """Counts of a domain under one mode. tokens: that the engine generated. seconds: while it was busy."""
+    """Counts of a domain under one mode. tokens: generated tokens. seconds: time the engine was busy."""
 
     counts: dict[str, PromptCounts]
     tokens: int
@@ -69,7 +69,7 @@ class ModeCounts:
 class DomainEvaluation:
     """Figures of one domain.
 
-    in_domain: whether its kind is trained on. expected: by verification mode, expected counts by prompt.
+    in_domain: whether its kind is trained on. expected: expected counts by verification mode and prompt.
     overlap: mean of sum min(p, q) by depth. Both are empty if they are not computed. by_mode: counts of
     generation by mode, empty without generation. teacher_forced: statistics on the generated tokens, see the
     module's docstring.

@@ -1,7 +1,7 @@
 """Expected acceptance of a draft on recorded rollouts, exact given their tokens, without generation.
 
 Owns the step from the trainer's tables (`rlpipe.trainer.draft`) to expected counts by prompt. One pass of
-target and draft gives, at every token, the probability that a draft of it would have been accepted:
+target and draft gives, for every token, the probability that a draft token there would have been accepted:
 
     rejection      min(1, q(x) / p(x))
     target-only    1 if x is the argmax of q, else 0

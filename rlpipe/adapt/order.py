@@ -17,8 +17,8 @@ class DataOrder:
     """Seeded epochs over trajectories, with each trajectory once per epoch; a batch may span two epochs.
 
     context_weight: see `AdaptConfig`. In a batch, each stretch of context counts with this probability, as if
-    it had been sampled. The expected gradient equals that of a weight, and a chain of drafts is never counted
-    in part.
+    it had been sampled. The expected gradient is the same as with this weight on context tokens, and a chain
+    of drafts is never counted in part.
     """
 
     def __init__(

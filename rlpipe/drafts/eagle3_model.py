@@ -38,7 +38,7 @@ from rlpipe.types import Trajectory
 
 
 class Eagle3(nn.Module):
-    """A draft. The names in its state dict are those of its checkpoint.
+    """A draft. Its state dict has the same names as its checkpoint.
 
     shape: dimensions. ids: [draft_vocab] int64, the target ids of its vocabulary, ascending; None if it has
     all tokens.
@@ -213,7 +213,7 @@ def unrolled_attention(
     if unseen is None:
         unseen = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
 
-    # Scores of step 1 are one product over anchors, those of later steps are computed anchor by anchor.
+    # Compute scores of step 1 as one product over all anchors, scores of later steps anchor by anchor.
     scores = [(query @ keys.transpose(2, 3)).masked_fill(unseen, float("-inf"))]
     scores += [(query * key).sum(-1, keepdim=True) for key, _ in later]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)

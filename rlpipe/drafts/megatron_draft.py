@@ -2,8 +2,8 @@
 
 Computes the draft's hidden states from the target's; owns no loss and no weights. Megatron's stock MTP shifts
 the tokens of a row by one per depth and attaches its loss to the target's graph. Here the caller chooses the
-token that each anchor reads, so anchors may have any layout. Nothing runs unless this function is called: a
-frozen draft adds no cost to a policy step.
+token that each anchor reads, so anchors may have any layout. The draft runs only if this function is called,
+so a frozen draft adds no cost to a policy step.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class DraftTrainer:
         }
 
     def load(self, directory: str | Path) -> None:
-        """Continue from `save`."""
+        """Load the state that `save` wrote."""
         state = torch.load(Path(directory) / "eagle3.pt", map_location=self._device, weights_only=True)
         self._draft.load_state_dict(state["draft"])
         self._optimizer.load_state_dict(state["optimizer"])

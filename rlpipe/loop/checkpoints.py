@@ -6,9 +6,9 @@ Owns naming, atomicity, verification and pruning; other modules write the conten
     step_M (no longer wanted) -> rename to step_M.old -> removed
 
 A crash at any point leaves the earlier checkpoints unchanged, and leftovers that the next start removes. A
-checkpoint that does not match its state.json is renamed to `step_N.corrupt`, and the one before it is used.
-The content must not change while it is written: the controller passes copies, so that training continues
-meanwhile.
+checkpoint that does not match its state.json is renamed to `step_N.corrupt`, and the previous checkpoint is
+used. The content must not change while it is written: the controller passes copies, so that training
+continues meanwhile.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Ledger:
     """The ledger of a run; only the controller writes it. event: called for incidents (kind, fields).
 
     Raises ValueError for a file of another format, or one that cannot be opened. A change that the current
-    state does not allow raises AssertionError, and no part of it is written.
+    state does not allow raises AssertionError, and then the file does not change.
     """
 
     def __init__(self, path: Path, event: Callable[..., None] = ignore_event) -> None:

@@ -58,8 +58,8 @@ class Attempt:
 
     gen_seconds, env_seconds: time spent waiting for engine and environment. sandbox_seconds: time inside the
     environment's calls. cut: whether a turn used up its tokens before the model ended it. turns: texts for
-    display. rewards, actions: one for each turn so far. stored: by session id, the tokens of its
-    conversations; in a game, of all seats' conversations.
+    display. rewards, actions: one for each turn so far. stored: number of tokens of each conversation (in a
+    game, of all seats), by session id.
     """
 
     task: Task

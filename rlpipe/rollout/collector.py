@@ -502,7 +502,7 @@ class Collector:
         )
 
     async def _call(self, attempt: Attempt, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the environment in one of the collector's threads, and return what it returns.
+        """Call a function of the environment in one of the collector's threads, and return its result.
 
         The result of an `async def` is awaited in the loop for user code, without a thread.
         """

@@ -20,10 +20,11 @@ class EngineStats:
     """Sums since the start; differences of two readings give rates.
 
     running, waiting: current requests. generated_tokens, prefill_tokens: totals. busy_seconds: time spent in
-    forward passes and sampling. row_steps: decode steps, summed over rows. decode_seconds: with gamma chosen
-    from measured costs, time of steps with drafts and without a new prompt; plain_seconds: time of the same
-    tokens without drafts, by these costs; predicted_seconds: the policy's estimate of decode_seconds.
-    kv_rows: number of conversations of any length that the engine can store. kv_tokens: number of tokens of
+    forward passes and sampling. row_steps: decode steps, summed over rows. decode_seconds: time of steps with
+    drafts and without a new prompt (only if gamma is chosen from measured costs). plain_seconds: time that
+    the same tokens would take without drafts, by these costs. predicted_seconds: the policy's estimate of
+    decode_seconds. kv_rows: number of conversations of any length that the engine can store. kv_tokens:
+    number of tokens of
         further conversations that it can store in addition; 0 if unknown. costs: measured seconds of a decode
         step by (batch, gamma), if the engine measures them. sync: values of the last weight update by metric
         name, if the engine measures them itself. server: values of the engine's server by metric name; `{k}`

@@ -26,8 +26,8 @@ GATHERED_ELEMENTS = 2**23  # limit of the keys that are gathered at once
 class Continuation(PackedSeqParams):
     """G continuations of each of W prefixes, as attention receives them, like `BranchLayout`.
 
-    positions: of the current tokens. reach: upper bound of all positions. `advance` sets both. A prefix of n
-    tokens continues at position n.
+    positions: positions of the current tokens. reach: upper bound of all positions. `advance` sets both. A
+    prefix of n tokens continues at position n.
     """
 
     def __init__(self, retained: RetainedKeys, prefixes: Sequence[torch.Tensor], *, group: int = 1) -> None:
@@ -84,7 +84,7 @@ class Continuation(PackedSeqParams):
         return torch.cat(outputs, 1)[None]
 
     def _batches(self, width: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Plan which prefixes are read at once: slice of them, indices [w, C] padded with 0, padding mask.
+        """Plan which prefixes are read at once: a slice of prefixes, padded indices [w, C], and padding mask.
 
         width: elements of a key. The plan is made once and used in every layer.
         """

@@ -184,7 +184,7 @@ class DecoupledTrainer:
         return [*self.policy.begin_save(directory, hf), *actor]
 
     def load(self, directory: str | Path) -> None:
-        """Continue from `save`."""
+        """Load the state that `save` wrote."""
         self.policy.load(directory)
         self.actor.load(of_the_actor(directory))
 

@@ -187,7 +187,7 @@ class Succession:
         return weight
 
     def generations(self) -> list[list[int]]:
-        """List the segments by generation, the number of segments before them in their trajectory."""
+        """List the segments by generation, which is the number of segments before them in the trajectory."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

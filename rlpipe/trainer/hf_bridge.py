@@ -138,9 +138,9 @@ def weight_buckets(
 
     Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Only rank 0 yields
     or, if `everywhere`, every rank of every replica. A rank that yields has about four buckets in memory (the
-    one that its caller still uses, the shards of the next, and the tensors made of these); other ranks have
-    their shards of one. Tensors may share memory with the parameters: copy those that you keep. LoRA adapters
-    are merged.
+    bucket that its caller still uses, the shards of the next one, and the tensors made of these); other ranks
+    have their shards of one. Tensors may share memory with the parameters: copy those that you keep. LoRA
+    adapters are merged.
     """
     groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):

@@ -4,11 +4,12 @@ Owns one rank of the policy, its optimizer and its version. Other modules: `rlpi
 (loss, correction), `passes` forward and backward passes, `draft` the draft's passes, `runtime` the choice of
 CPU or GPU, `hf_bridge` weights, and `checkpoint` files.
 
-A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
-and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) does not run, as
-the policy's gradient does not need it. With draft.train=online the draft learns from the hidden states of the
-same pass (`draft`), and none of its gradient reaches the policy. With draft.objective=ppow it drafts windows
-from these states and learns from them (`ppow`). With adapt_only only the draft is trained (`adapt_step`).
+In a step, for each minibatch, Megatron's schedule runs forward and backward passes over this rank's
+micro-batches and reduces gradients; then gradients are clipped by the norm of their group, and AdamW steps. A
+frozen draft (MTP layer) does not run, as the policy's gradient does not need it. With draft.train=online the
+draft learns from the hidden states of the same pass (`draft`), and none of its gradient reaches the policy.
+With draft.objective=ppow it drafts windows from these states and learns from them (`ppow`). With adapt_only
+only the draft is trained (`adapt_step`).
 """
 
 from __future__ import annotations
@@ -382,7 +383,7 @@ class MegatronTrainer:
         return [begin_save(self, Path(directory)), weights]
 
     def load(self, directory: str | Path) -> None:
-        """Continue from `save`, with any tp and dp."""
+        """Load the state that `save` wrote; tp and dp may differ."""
         from rlpipe.trainer.checkpoint import load
 
         load(self, Path(directory))

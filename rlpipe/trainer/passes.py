@@ -42,8 +42,8 @@ class Predictions:
 
     hidden: [N, H] states of the policy. layout: layout of the pass; it stores the keys if they are retained.
     states: [P, H], at the positions that predict the P sampled tokens. logits: computes logits [P, V_local]
-    from them. logprobs, entropies: [B, R] float32, 0 where there is no token. candidate_logprobs: computes
-    those of further tokens by their ids, [P, K], without a gradient.
+    from them. logprobs, entropies: [B, R] float32, 0 where there is no token. candidate_logprobs: takes ids
+    of further tokens and computes their log-probabilities, [P, K], without a gradient.
     """
 
     hidden: torch.Tensor
@@ -109,8 +109,8 @@ class Passes:
     ) -> list[Scores]:
         """Compute logprobs of the targets under a model, without a graph.
 
-        candidates: compute those of candidate tokens too. replay: route tokens to the experts of the rollout,
-        where they are recorded.
+        candidates: whether to compute logprobs of candidate tokens too. replay: route tokens to the experts
+        of the rollout, where they are recorded.
         """
 
         def score(

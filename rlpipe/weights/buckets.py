@@ -20,7 +20,7 @@ _MEGABYTE = 2**20
 
 
 def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Bucket]:
-    """Split weights into consecutive buckets of at most `megabytes`; a larger tensor is a separate bucket.
+    """Split weights into consecutive buckets of at most `megabytes`; a larger tensor gets its own bucket.
 
     Tensors that must be sent together (`travels_with`) are never separated.
 

@@ -37,7 +37,7 @@ UNSENT = "visual."  # prefix of the server's names of its vision tower, which is
 
 @dataclass(slots=True, kw_only=True)
 class CanaryReport:
-    """Names of tensors that differ, by role. reasons: by name, why a tensor differs, if known."""
+    """Names of tensors that differ, by role. reasons: why tensors differ, by name, if known."""
 
     target: list[str] = field(default_factory=list)
     draft: list[str] = field(default_factory=list)

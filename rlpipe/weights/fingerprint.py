@@ -60,7 +60,7 @@ def gpu_hash(parts: Parts) -> int:
 
 
 def mix(sums: Sequence[torch.Tensor]) -> list[str]:
-    """Compute the fingerprints of tensors from `sums`: for each, its summed `tile_sums`, [2] int64."""
+    """Compute fingerprints of tensors. sums: for each tensor, the total of its `tile_sums`, [2] int64."""
     if not sums:
         return []
     return [f"{_splitmix64((high << 32) + low):016x}" for high, low in torch.stack(list(sums)).tolist()]

@@ -114,7 +114,7 @@ class Root:
 
     host: an address of this machine that the other ranks can reach. timeout: seconds for joining, and for
     sending if `send` has no deadline. gloo broadcasts from host memory. nccl broadcasts from `device`, a GPU
-    that no two ranks may share, on a stream other than that of a training step.
+    that no two ranks may share, on a stream that training steps do not use.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class WeightSync:
         draft: bool,
         again: Callable[[], Awaitable[Checksums]] | None = None,
     ) -> CanaryReport:
-        """Compare the fingerprints of every rank with those expected of it.
+        """Compare the fingerprints of every rank with the expected ones.
 
         expecting: the expected checksums, which may still be computed while the server hashes. draft: whether
         the server has a draft. again: computes the expected checksums again, if the server turns out to pad

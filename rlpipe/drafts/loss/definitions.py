@@ -81,7 +81,7 @@ class Objective:
         return total / divisor.where(divisor > 0, 1)
 
     def anchor_weights(self, rows: Rows, mask: Tensor) -> Tensor:
-        """Compute [N] detached weights of anchors."""
+        """Compute detached weights of anchors, [N]."""
         if isinstance(self.anchors, Tensor):
             return self.anchors.detach().to(rows.alpha.dtype)
         if not self.visiting:

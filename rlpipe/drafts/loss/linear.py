@@ -43,7 +43,7 @@ from rlpipe.drafts.loss.torch_rows import compute_dtype
 from rlpipe.drafts.objectives.supervised import feature_distance
 from rlpipe.drafts.vocabulary import spread
 
-CHUNK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of draft logits held at once
+CHUNK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # draft logits in memory at once
 HEAD_BLOCK = 2**14  # rows of the head whose gradient is computed at once
 
 

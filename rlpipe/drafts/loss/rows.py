@@ -1,6 +1,6 @@
 """Row statistics as one differentiable function, over vocabulary shards and backends.
 
-Owns the order of passes, the reductions and the choice of what is saved. The backends own the passes
+Owns the order of passes, the reductions and the choice of saved tensors. The backends own the passes
 (`torch_rows`, `rlpipe.drafts.kernels.tv`), `definitions` owns the objectives. Flow:
 
     normalizers --MAX, SUM--> overlaps --SUM--> Rows [N, K] --objective--> coefficients --> gradient

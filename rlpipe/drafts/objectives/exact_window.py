@@ -14,7 +14,8 @@ d_j. With r_t = p_t(d_t) / q_t(d_t) and S_0 = 1 it is
 
 so (1 + c K) R = 1 + sum_j E_d S_j(d), and no coin is left to be sampled.
 
-**What PPOW's gradient lacks.** S_j depends on theta twice, through the sampling of d and through r_t:
+**The missing term of PPOW's gradient.** S_j depends on theta twice, through the sampling of d and through
+r_t:
 
     grad E_d S_j = E_d [ S_j sum_{i <= j} grad log q_i(d_i)  +  grad S_j(d) ].
                          score-function term                    pathwise term
@@ -36,7 +37,7 @@ computed:
     E[ S_i clip_i grad log q_i(d_i) | d_<i ] = S' sum_{v: clip_i(v)} grad q_i(v),
 
 S' = S_{i-1} for the chain (so this is S_{i-1} grad alpha_i, alpha = sum_v min(p, q)) and S' = 1 for the
-block. Only what comes after d_i needs a sampled d_i: h_i = sum_{j > i} u_ij S_j.
+block. Only the terms j > i need a sampled d_i: h_i = sum_{j > i} u_ij S_j.
 
 **Baseline.** F_i(d) = sum_{j > i} S_j with S_i set to 1: the drafts accepted after a clip at i. b_i is the
 mean of F_i over the other G - 1 windows of the anchor, hence independent of this window. By the equation

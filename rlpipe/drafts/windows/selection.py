@@ -73,7 +73,7 @@ def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 
 
 
 def window_distribution(scores: Tensor, hard: float) -> Tensor:
-    """Compute the probability of each window: hard * s_j / sum s + (1 - hard) / n. [n] -> [n].
+    """Compute each window's probability, hard * s_j / sum s + (1 - hard) / n: [n] -> [n].
 
     The uniform part is the paper's "other windows"; if all scores are 0 it has the full mass. If some scores
     are infinite, these windows share the hard part equally and the others get none of it.

@@ -61,7 +61,7 @@ class WindowTraining:
         self._depths, self._steps, self._seed = depths, steps, seed
 
     def loss(self, text: WindowDrafter, step: int) -> tuple[torch.Tensor, PpowTotals] | None:
-        """Compute the loss summed over drafts, which trains only the drafter, and totals.
+        """Compute the loss summed over drafts, and totals. The loss trains only the drafter.
 
         step: updates so far. Returns None where no turn is long enough for a window.
         """

@@ -65,7 +65,7 @@ def attend_grouped(
     mask: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute `attend`, [B, q, heads, D] -> [B * q, heads * D], with a key head's query heads as queries.
+    """Compute `attend`, with the query heads of a key head treated as further queries of one head.
 
     No GPU kernel takes both a mask and fewer key heads than query heads: with these torch multiplies matrices
     and stores all scores. So the memory-efficient kernel is called directly, with one head for each key head.

@@ -37,7 +37,7 @@ def measure_costs(
 def sample_costs(
     decoder: Decoder, table: RowTable, *, gamma: int, threads: int
 ) -> dict[tuple[int, int], float]:
-    """Measure the seconds of a step for a few batches, with no draft token, one, and `gamma` of them.
+    """Measure the seconds of a step for a few batches, with 0, 1 and `gamma` draft tokens.
 
     The report compares these costs with the acceptance of a run. Takes about `SAMPLED_SECONDS`, but at least
     one round.

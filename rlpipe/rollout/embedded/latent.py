@@ -27,7 +27,7 @@ class LatentProjection:
     """Hidden states [N, H] -> queries of all heads, then the key that is cached: [N, heads + 1, d]."""
 
     def __init__(self, arch: Architecture, get: Get, prefix: str) -> None:
-        """Read the weights. get: returns a weight by Hugging Face name. prefix: of the attention's names."""
+        """Read the weights. get: returns a weight by its HF name. prefix: prefix of the names of weights."""
         latent = self._latent = arch.latent
         self._heads = arch.heads
         shared = get(f"{prefix}kv_a_proj_with_mqa.weight")
@@ -78,7 +78,7 @@ class LatentOutput:
     """Output projection: attention over cached keys [N, heads * d] -> [N, H]."""
 
     def __init__(self, arch: Architecture, get: Get, prefix: str) -> None:
-        """Read the weights. get: returns a weight by Hugging Face name. prefix: of the attention's names."""
+        """Read the weights. get: returns a weight by its HF name. prefix: prefix of the names of weights."""
         self._heads, self._rank = arch.heads, arch.latent.kv_rank
         self._values = _by_head(arch, get, prefix)[:, arch.latent.plain :].transpose(1, 2).contiguous()
         self._output = Linear(get(f"{prefix}o_proj.weight"))

@@ -138,7 +138,7 @@ class Model:
         return self.depths > 0
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights except those of a separate draft model that the update omits; keep the cache.
+        """Replace all weights but keep the cache; a separate draft may be omitted and then does not change.
 
         The caller has checked names and shapes.
         """

@@ -248,7 +248,7 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
         expected["enable_return_routed_experts"] = True
     if spec.mode is not SpecMode.NONE:
         expected |= {
-            # what NEXTN resolves to
+            # SGLang replaces NEXTN by EAGLE
             "speculative_algorithm": spec.drafter.kind.sglang.replace("NEXTN", "EAGLE"),
             "speculative_num_steps": spec.gamma,
             "speculative_eagle_topk": 1,

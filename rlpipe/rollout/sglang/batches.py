@@ -52,7 +52,7 @@ class Batches:
     ) -> None:
         self._events, self._abort, self._timeout = events, abort, timeout
         self._turns: set[_Turn] = set()  # turns without a complete answer
-        self._waiting: list[_Turn] = []  # those of them that are not sent yet
+        self._waiting: list[_Turn] = []  # turns that are not sent yet
         self._running: set[asyncio.Task[None]] = set()
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:

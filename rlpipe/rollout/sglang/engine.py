@@ -309,7 +309,7 @@ class SglangEngine:
     async def _next_server(
         self, client: SglangClient | None, error: ServerUnreachable | None, attempt: int
     ) -> SglangClient:
-        """Return the server for the turn after `attempt` failures, the last of them `error` of `client`."""
+        """Return the next server for a turn that failed `attempt` times, last with `error` at `client`."""
         if (
             client is not None
             and error is not None

@@ -125,7 +125,7 @@ def _nccl(versions: Mapping[str, str | None]) -> str:
 
 
 def _interpreter(config: SglangConfig) -> Path:
-    """Return the interpreter of the settings, of the environment variable, or of the default environment."""
+    """Return the interpreter from the settings, else from the environment variable, else the default."""
     if config.python:
         python, source = Path(config.python).expanduser(), f"rollout.sglang.python={config.python!r}"
     elif venv := os.environ.get("RLPIPE_SGLANG_VENV"):

@@ -95,7 +95,7 @@ class IpcRoot:
         )
 
         on_gpu = audience.device.type == "cuda"
-        # Use a stream other than that of a training step.
+        # Use a stream that training steps do not use.
         self._stream = torch.cuda.Stream(audience.device) if on_gpu else None
         self._memory: DeviceMemory | HostMemory = memory_of(audience.device) if on_gpu else HostMemory()
         self._memory.reserve(max(layout_of(bucket)["bytes"] for bucket in audience.buckets))

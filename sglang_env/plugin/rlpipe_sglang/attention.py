@@ -137,7 +137,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Plan:
-    """The calls of one pass. asked: lengths, heads and dtype that they are for. layers: that used them."""
+    """The calls of one pass. asked: its lengths, heads and dtype. layers: layers that have used the plan."""
 
     asked: tuple[list[int], list[int], int, torch.dtype]
     layers: set[int]
@@ -185,7 +185,7 @@ def _call(
     dtype: torch.dtype,
     starts: Sequence[int] | None = None,
 ) -> Call:
-    """Make a call. starts: index of each request's first query in the pass; None if the call is all of it."""
+    """Make a call. starts: index of each request's first query in the pass; None if one call is enough."""
     size, count, device = len(before), max(new), slots.device
     length = max(map(sum, zip(before, new, strict=True)))
     fold = shared if count <= FEW else 1

@@ -40,7 +40,7 @@ class Drafts:
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Store each step at its first emitted token, in a list parallel to the output tokens.
 
-        A step is (position, accepted, tokens, p, q); position: of the first draft in the output.
+        A step is (position, accepted, tokens, p, q); position: index of the first draft in the output.
         """
         for row, (request, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is not None and asks(request):
