@@ -61,7 +61,7 @@ class CheckpointStore:
         return _fault(self.path(step))
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Call `begin`, let `write` fill the directory, call `finish`; on an error `abandon` and raise it."""
+        """Call `begin`, `write` (which fills the directory) and `finish`; after an error, call `abandon`."""
         try:
             await write(self.begin(step))
             return self.finish(step, state)

@@ -234,7 +234,7 @@ def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tu
 
 
 def _fused(parts: Iterable[Part]) -> list[Part]:
-    """Join weights that a server stores in one tensor, which have equal names (experts), in their order."""
+    """Join, in order, the weights that a server stores in one tensor: those with equal names (experts)."""
     by_name: dict[str, Part] = {}
     for part in parts:
         before = by_name.get(part.served_name)

@@ -11,8 +11,8 @@ rows through a halo (depth k at anchor n is compared with position n + k):
 Stretches without an unmasked anchor (prompts, padding) are skipped; finding them reads the mask on the host.
 No product is computed twice, with one exception: where the gradient of an anchor depends on all others
 (`verify_steps`, visit weights), a first pass measures and a second one recomputes the logits. The gradient is
-complete after the forward pass; the backward pass only scales it. Until then [N, K, H] and, on request, the
-head's gradient are stored.
+complete after the forward pass; the backward pass only scales it. Until then the gradient of the hidden
+states, [N, K, H], and on request that of the head, are stored.
 """
 
 from __future__ import annotations
@@ -283,9 +283,9 @@ class _Walk:
     def _by_known(self, dz: Tensor, draft: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
         """Compute the gradient [C, K, D] of the known logits from the gradient of all logits of `spread`.
 
-        `spread` sets the unknown logits to a log-sum-exp of the known ones, so their gradient is distributed
-        over the known ones in proportion to q. The gradient of a softmax sums to 0 over all logits, so the
-        amount to distribute is minus the sum over the known ones.
+        `spread` sets the unknown logits to a log-sum-exp of the known logits. So the gradient of the unknown
+        logits is distributed over the known logits in proportion to q. The gradient of a softmax sums to 0
+        over all logits, so the amount to distribute is minus the sum over the known ones.
         """
         known = dz[..., self.draft_ids]
         inside = known.sum(-1, keepdim=True, dtype=lse.dtype)

@@ -112,7 +112,7 @@ def measure(
 ) -> Measured:
     """Measure all rows, reduced over the shards of `group`. draft, target: [N, K, V of the shard]."""
     (z_max, z_lse), (y_max, y_lse) = (backend.normalizers(x, temperature) for x in (draft, target))
-    # A shard's log-sum-exp is combined with the others' relative to the largest.
+    # Combine the log-sum-exps of the shards, relative to the largest logit of all shards.
     if group is not None:
         extremes = torch.stack([z_lse, y_lse, z_max, y_max])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)

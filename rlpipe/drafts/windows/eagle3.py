@@ -154,7 +154,7 @@ class Eagle3Windows:
         return self._ahead.read([tokens])
 
     def greedy(self, tokens: Tensor) -> Tensor:
-        """Append a token [W] to each greedy window; return states [W, H] of the target after it."""
+        """Append one of the tokens [W] to each greedy window; return the target's states [W, H] after it."""
         self._greedy_tokens.append(tokens[:, None, None])
         return self._ahead.read(self._greedy_tokens)[:, 0, -1]
 

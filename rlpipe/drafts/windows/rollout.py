@@ -95,7 +95,7 @@ class WindowDrafter(Protocol):
         ...
 
     def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token [W] to each greedy window; return states [W, H] of the target after it."""
+        """Append one of the tokens [W] to each greedy window; return the target's states [W, H] after it."""
         ...
 
     def target_logprobs(self, states: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Drafts:
             return torch.cat((first, self.text.target_logprobs(self.read)), 2)
 
     def parts(self) -> list[slice]:
-        """Return slices of the windows whose log-probabilities may be held at once."""
+        """Return slices of windows, small enough to have all log-probabilities of a slice in memory."""
         return window_parts(*self.tokens.shape, vocab=self.text.vocab, device=self.tokens.device)
 
     def part(self, rows: slice) -> Self:
