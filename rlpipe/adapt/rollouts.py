@@ -4,8 +4,8 @@ Owns the file. Its first line describes the rollouts (backbone, environment, sam
 description is refused. Every other line is a trajectory:
 
     index           number of its prompt in the run's prompt stream; lines may be in any order of prompts
-    trajectory_id, group_id, instance_id, status, reward, truncated, prompt_length, num_turns token_ids
-    all its tokens in order
+    trajectory_id, group_id, instance_id, status, reward, truncated, prompt_length, num_turns
+    token_ids       all its tokens in order
     loss_mask       1 for tokens that the model sampled
     rollout_logprobs, entropies    of the sampled tokens, in order, nats
 

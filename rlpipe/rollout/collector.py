@@ -77,14 +77,14 @@ class Collector:
     """Rolls out any number of groups concurrently in one event loop.
 
     rollout: the settings `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
-        `concurrent_groups`, and `max_running`, the limit of concurrent trajectories in an evaluation. env:
-        the settings `threads`, `step_timeout_s` and `retries`. The suite limits the number of turns.
+        `concurrent_groups`, and `max_running`, the limit of concurrent trajectories in an evaluation.
+    env: the settings `threads`, `step_timeout_s` and `retries`. The suite limits the number of turns.
     top_logprobs: how many the engine returns with each token in `collect`; `evaluate` requests none.
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
     spans: records "generate" and "env" of every turn, with a lane for each running trajectory.
     agents: serves the attempts of episodes of type `AgentEpisode`; needed only by suites with such episodes.
     kv_budget: delays attempts while the engine has no capacity for their keys and values; None: start all at
-    once.
+        once.
     """
 
     def __init__(

@@ -24,11 +24,10 @@ class EngineStats:
     drafts and without a new prompt (only if gamma is chosen from measured costs). plain_seconds: time that
     the same tokens would take without drafts, by these costs. predicted_seconds: the policy's estimate of
     decode_seconds. kv_rows: number of conversations of any length that the engine can store. kv_tokens:
-    number of tokens of
-        further conversations that it can store in addition; 0 if unknown. costs: measured seconds of a decode
-        step by (batch, gamma), if the engine measures them. sync: values of the last weight update by metric
-        name, if the engine measures them itself. server: values of the engine's server by metric name; `{k}`
-        in a name stands for the worker's number.
+    number of tokens of further conversations that it can store in addition; 0 if unknown.
+    costs: measured seconds of a decode step by (batch, gamma), if the engine measures them. sync: values of
+    the last weight update by metric name, if the engine measures them itself. server: values of the engine's
+    server by metric name; `{k}` in a name stands for the worker's number.
     """
 
     policy_version: int = 0

@@ -1,7 +1,7 @@
 """Reduces gradients of decoder layers over data parallel ranks while the backward pass continues.
 
-    backward of layer n done -> its bucket is complete -> reduced, after the buckets before it end of the
-    backward pass -> the remaining buckets, in order
+    backward of layer n done -> its bucket is complete -> reduced, after the buckets before it
+    end of the backward pass -> the remaining buckets, in order
 
 Megatron starts a bucket as soon as all its gradients exist, and every parameter must get one in every step.
 Here a parameter may get none (a draft in a step that leaves it out, an expert without tokens, a rank without

@@ -3,8 +3,8 @@
 Owns the order of passes. `drafting` owns how tokens are drafted and verified, the engine owns requests and
 threads. One step consists of:
 
-    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the draft layer target
-    the target over [pending, drafts] of these rows, and over the prompts of joining rows,
+    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the draft layer
+    target   the target over [pending, drafts] of these rows, and over the prompts of joining rows,
              in one pass
     verify   emitted = accepted drafts + one token of the target. A joining row samples its first token
     catch up draft layer over the emitted tokens (and prompts) with the target's true hidden states:

@@ -5,9 +5,9 @@
     verify.py   in a scheduler: rejection sampling from logits
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
     ranks.py    in a scheduler: before the first request, checks that all ranks of a server run the same code
-    in_flight.py  in a scheduler: takes the result of the running step before a weight update begins width.py
-    in a scheduler, with spec.adaptive=true: chooses how many tokens each step drafts attention.py  in a
-    scheduler on a CPU: attention only for the queries of a step
+    in_flight.py  in a scheduler: takes the result of the running step before a weight update begins
+    width.py    in a scheduler, with spec.adaptive=true: chooses how many tokens each step drafts
+    attention.py  in a scheduler on a CPU: attention only for the queries of a step
     cpu.py      on a CPU: forks processes; in a scheduler, additions for DeepSeek-V3 and drafts of MoE models
     routes.py   in a scheduler on a CPU: memory for each token's experts
     model_files in a scheduler: imports only the file of the served model
