@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def sample_model(
     count = max(8, -(-tokens // _TURN))
     reach = min(read_architecture(read_config(model)).max_position, 1024)
     rollout = RolloutConfig(
-        max_running=_RUNNING, max_context=reach, dtype=Dtype.FLOAT32, threads=os.cpu_count() or 1
+        max_running=_RUNNING, max_context=reach, dtype=Dtype.FLOAT32, threads=torch.get_num_threads()
     )
     engine = EmbeddedEngine(rollout, SpecConfig(mode=SpecMode.NONE), model)
     try:
