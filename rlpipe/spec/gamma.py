@@ -65,9 +65,9 @@ class AdaptiveGamma:
     """Chooses the gamma with the highest throughput predicted from measured costs and recent acceptance.
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; other sizes
-    are interpolated. The durations of the run's steps correct these values. Only ratios between gammas
-    matter, so another gamma, mostly a neighbour of the gamma in use, is tried for two steps and compared with
-    it.
+    are interpolated. The durations of the run's steps correct these values. The choice depends only on
+    ratios of durations between gammas. To measure these, another gamma, mostly a neighbour of the gamma in
+    use, is tried for a few steps.
 
     The acceptance at each depth is a decayed ratio of sums, shrunk towards the acceptance of the depth before
     it (depth 1: towards `prior`). So a depth that is not drafted is assumed to have the acceptance of the
@@ -216,7 +216,7 @@ class AdaptiveGamma:
         return speeds[gamma] / speeds[0]
 
     def _explore(self, batch: int, used: int, speeds: Sequence[float]) -> int:
-        """Return a gamma to try, mostly the next above or below, in turn; or `used` if no trial is due."""
+        """Return a gamma to try, mostly `used` + 1 or `used` - 1 in turn; `used` if no trial is due."""
         upwards = used < self._max and not (self._upwards and used)
         near = min(used + 1, self._max) if upwards else max(used - 1, 0)
         turn, position = divmod(self._trials.total(), self.FAR)
@@ -256,7 +256,10 @@ class AdaptiveGamma:
         return self._expected[batch]
 
     def _neighbours(self, batch: int) -> tuple[int, int, float | None]:
-        """Return the measured sizes around `batch`, and its fraction between them; None above the largest."""
+        """Return the measured sizes around `batch`, and the position of `batch` between them.
+
+        The position is 0 at the smaller and 1 at the larger size; None if `batch` exceeds all sizes.
+        """
         below = max((b for b in self._batches if b <= batch), default=self._batches[0])
         above = min((b for b in self._batches if b >= batch), default=None)
         if above is None:

@@ -107,7 +107,7 @@ def sample_tiles(
     dtype: torch.dtype,
     fallback: Callable[[slice], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Sample like `sample_cdf`, with one row of weights in memory at a time: sum tiles, then search in one.
+    """Sample like `sample_cdf`, with one row of weights in memory at a time: sum all tiles, then search one.
 
     fill: called with a row of the batch (a slice) and a buffer [1, V]; writes the row's weights to the
     buffer.
@@ -146,10 +146,12 @@ def _mass(tiles: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def _search(tiles: torch.Tensor, cdf: np.ndarray, uniform: float) -> tuple[int, bool]:
-    """Find the token in weights [tiles, TILE] with `cdf` over tiles, and whether ROUNDING cannot change it.
+    """Return the token for a uniform u, and whether it is certain, that is, rounding cannot have changed it.
 
-    Let C be the mass of the tiles before the token's tile, and T the total. An error d shifts the threshold
-    relative to a boundary in that tile by u dT - dC = u d(T - C) - (1 - u) dC.
+    tiles: weights [tiles, TILE]. cdf: cumulative mass of the tiles, with relative error at most ROUNDING.
+
+    Let C be the mass of the tiles before the token's tile, and T the total. Their errors dC and dT shift the
+    threshold relative to a boundary in that tile by u dT - dC = u d(T - C) - (1 - u) dC.
 
     Uses NumPy, because its calls on a few hundred numbers take a fifth of the time of torch's.
     """

@@ -141,7 +141,7 @@ def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
 
 
 def _span(batch: int, tiles: int, *, interpreted: bool) -> int:
-    """Choose the tiles per program: one if there are too few rows to fill a GPU. It never changes the result.
+    """Choose the tiles per program: one if there are too few rows to fill a GPU; the result is the same.
 
     The interpreter runs programs one after another, each at a fixed cost, so there they get more tiles.
     """

@@ -201,7 +201,7 @@ def locate_kernel(
     TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr, ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """Store next_token[b], sampled by inverse CDF from the residual, or from the target if it has no mass."""
+    """Store next_token[b], sampled by inverse CDF from the residual; if this has no mass, from the target."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TILE_SLOTS)

@@ -50,7 +50,7 @@ def verify_block(
 
     accept_prob: w_i = Pr(num_accepted >= i given d_1..d_i), over coins and deeper drafts. Unlike in
     `verify_chain` it is *not* conditional on shallower depths, so compare it with the cumulative product of
-    `verify_chain`'s. Its sum over depths is an unbiased estimate of num_accepted.
+    `verify_chain`'s accept_prob. Its sum over depths is an unbiased estimate of num_accepted.
 
     A draft with q = 0 counts as r = infinity if p > 0, else as r = 0. If rounding leaves the residual without
     mass, the token is sampled from the target row. Raises ValueError for an unknown backend.

@@ -9,7 +9,7 @@ from rlpipe.spec.verify.verdict import Verdict
 
 
 def verify_greedy(draft_tokens: torch.Tensor, target_scores: torch.Tensor) -> Verdict:
-    """Accept drafts while d_i = argmax p_i; the next token is the argmax at the first other draft.
+    """Accept drafts while d_i = argmax p_i; the next token is the argmax after the accepted drafts.
 
     draft_tokens: [B, gamma] int64, chosen by any rule. target_scores: [B, gamma + 1, V], logits or
     probabilities; torch.argmax resolves ties. accept_prob: 1.0 if d_i is the argmax, else 0.0.

@@ -26,7 +26,8 @@ class TreeVerdict:
 
     num_accepted: [B] int64 in 0..D. next_token: [B] int64, emitted after the accepted path.
     path: [B, D] int64, the accepted nodes from depth 1 on, -1 beyond num_accepted.
-    accept_prob: [B, N] in [0, 1], that node n is accepted if its parent is and its earlier siblings are not.
+    accept_prob: [B, N] in [0, 1], probability that node n is accepted, given that its parent was accepted
+    and its earlier siblings were rejected.
     """
 
     num_accepted: torch.Tensor
