@@ -56,7 +56,7 @@ class Judge:
     """Tests the evidence. alpha: false-alarm rate of all lines together. seed: seed of the simulations.
 
     with_power: also simulate the power of each line, which takes longer than the tests.
-    temperatures: estimates at temperature 1 and at the second temperature, set when that line is tested.
+    temperatures: estimates at temperature 1 and at the second temperature, set by the method `temperature`.
     """
 
     evidence: Evidence

@@ -27,7 +27,7 @@ OwnDraft = Callable[[Sequence[Prompt], Features, int, int], list[np.ndarray]]
 
 
 def own_draft(model: Path, draft: Path | None, features: Features) -> OwnDraft | str:
-    """Return a function that counts accepted drafts of the checkpoint's own draft; or why it is not possible.
+    """Return a function that counts accepted drafts of the checkpoint's own draft, or why none can be made.
 
     draft: directory of an EAGLE-3 draft; None: the checkpoint's MTP layer.
     """

@@ -170,7 +170,7 @@ async def collect(
 
 
 def judge(evidence: Evidence, *, alpha: float, seed: int = 0, with_power: bool = True) -> Certificate:
-    """Test all lines and name the causes of the failed ones. The arguments are those of `Judge`."""
+    """Test all lines and name the causes of the failed ones. Arguments as in `Judge`."""
     started = time.monotonic()
     judge = Judge(evidence=evidence, alpha=alpha, seed=seed, with_power=with_power)
     lines = judge.lines()

@@ -87,7 +87,11 @@ class Split:
 
 @dataclass(slots=True)
 class _Fixed:
-    """Fixed contexts at one depth. slope: across contexts of the first probe. changes: since that probe."""
+    """Fixed contexts at one depth.
+
+    slope: of acceptance on entropy, across the contexts of the first probe. changes: from that probe (at step
+    `first_step`) to each later one.
+    """
 
     slope: Interval
     first_step: int

@@ -282,7 +282,11 @@ def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
 
 
 def distributions(run: RunData, depth: int = SHOWN_DEPTH) -> dict[str, list[float]]:
-    """Return series over probes of fixed contexts: entropy gap, KL both ways, masses (Fig. 10, 11)."""
+    """Return series over probes of fixed contexts, by name (Bebop Fig. 10, 11).
+
+    They include the entropy gap, KL in both directions, the target's mass where p > q (target_above), and the
+    draft's mass where q > p (draft_above).
+    """
     series: dict[str, list[float]] = {}
     for name in COLUMNS:
         if name not in ("accept", "top"):

@@ -40,7 +40,11 @@ def _median_step(run: RunData) -> float | None:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Measure:
-    """A row of the comparison. of: its value in a run. spec: format. better: the word for a larger value."""
+    """A row of the comparison.
+
+    of: returns the value for a run; None if there is none. spec: format of values.
+    better: the word that describes an arm with a larger value.
+    """
 
     label: str
     of: Callable[[RunData], float | None]

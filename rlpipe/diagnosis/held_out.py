@@ -68,7 +68,7 @@ def _read_set(run: RunData, label: str, metric: str) -> HeldOut:
 
 
 def reward_intervals(run: RunData, metric: str) -> list[Interval]:
-    """Return the 95% interval of every reading: Wilson's for a rate, otherwise from its standard error.
+    """Return the 95% interval of every reading: Wilson's for rewards in 0..1, else the normal interval.
 
     For the mean of several seeds, the interval is over seeds, unless all seeds have equal readings.
     """

@@ -224,8 +224,9 @@ def predicted_lengths(tables: Sequence[ProbeTable]) -> dict[str, np.ndarray]:
 
         1 + sum_j alpha_j prod_{i<j} a_i
 
-    Here a_i is min(1, q_i / p_i) at the sampled token for rejection, and 1[sampled token = argmax q_i] for
-    target-only. This is exact in expectation over tokens that the target sampled.
+    alpha_j is the acceptance probability at depth j. a_i is min(1, q_i / p_i) at the sampled token for
+    rejection, and 1[sampled token = argmax q_i] for target-only. This is exact in expectation over tokens
+    that the target sampled.
 
     Returns:
         rejection, target_only: [n].

@@ -107,7 +107,7 @@ class TraceFile:
 
 
 def _pid(actor: str) -> int:
-    """Return the process id of an actor: 10,000 times its kind plus its number, so restarts do not change it.
+    """Return the process id of an actor: 10,000 * (number of its kind) + its index; the same after a restart.
 
     >>> _pid("controller"), _pid("trainer 0"), _pid("rollout 12")
     (10000, 20000, 30012)

@@ -126,7 +126,7 @@ def settings(run: RunData, *, several: bool) -> str:
 
 
 def arms(runs: Sequence[RunData]) -> str:
-    """Build the table of configurations, a row for all seeds of each; "" if none has several seeds."""
+    """Build the table of configurations, with one row for all seeds of each; "" if none has several seeds."""
     from rlpipe.diagnosis.comparison import MEASURES, readings_of
     from rlpipe.diagnosis.seeds import pool_seeds
 

@@ -44,7 +44,7 @@ def acceptance_figures(runs: Sequence[RunData], by_step: Sequence[RunData]) -> l
 
 
 def _by_depth(runs: Sequence[RunData]) -> Figure:
-    """Draw Fig. 2: a colour per run, a dash per depth."""
+    """Draw Fig. 2, with a colour per run and a dash style per depth."""
     traces = []
     for n, run in enumerate(runs):
         names = [name for name in run.names() if name.startswith(f"{RATE}/depth_")]
@@ -145,7 +145,7 @@ def _accepted(runs: Sequence[RunData]) -> Figure:
 def _why(runs: Sequence[RunData]) -> list[Figure]:
     """Draw Fig. 3, the change of acceptance since the early phase of the run.
 
-    For one run, over time and by depth; for several runs, at the end of each.
+    For one run, return a plot over time and a plot by depth; for several runs, one plot of their last steps.
     """
     from rlpipe.diagnosis.acceptance_split import OVERALL, of_run
 
