@@ -77,7 +77,7 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
 
 
 def _turns(trajectory: Trajectory, credit: Credit) -> list[tuple[slice, float]]:
-    """Return for each turn its tokens and the sum of rewards from it on; one turn if credited by episode."""
+    """Return each turn's tokens and the sum of rewards from that turn on; with credit=episode, one turn."""
     reward = trajectory.reward
     assert reward is not None, "complete trajectories have a reward"
     ends, rewards = trajectory.turn_ends, trajectory.turn_rewards
@@ -165,7 +165,7 @@ def _estimate(rewards: np.ndarray, mask: np.ndarray, *, uids: list[str], config:
 
 
 def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:
-    """Return the indices (over all trajectories) of those with a complete sibling, and their group ids."""
+    """Return the indices of the trajectories that can be compared with a sibling, and their group ids."""
     rows: list[int] = []
     uids: list[str] = []
     start = 0

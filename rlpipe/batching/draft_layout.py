@@ -3,8 +3,8 @@
 Owns the layout; runs no model. numpy only.
 
 At depth k, the anchor at t reads token t + k. So siblings share an anchor only if their next K tokens are
-equal: a branch of the draft begins K tokens before the branch of the backbone. Contexts are cut in the same
-way.
+equal: a branch of the draft begins K tokens before the branch of the backbone, and its context is K tokens
+shorter.
 
     backbone    p p p p a a a | b b         K = 2: the anchors of the last two p's read a's or b's
     draft       p p p p a a a | p p b b     the second branch starts from the hidden states of those p's

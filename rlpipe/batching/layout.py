@@ -61,7 +61,7 @@ def lay_out(
     shared: Sequence[int],
     size: int,
 ) -> MicroBatch:
-    """Lay out trajectories one after the other, each as a branch from its common prefix with the one before.
+    """Lay out trajectories in order, each as a branch after its common prefix with the previous trajectory.
 
     Args:
         data: the data of all trajectories.

@@ -60,7 +60,7 @@ def pack(
         minibatches: number of optimizer steps of a pass; trajectories are assigned to them at random.
         temperature: the rollout's temperature.
         skip_zero_advantage: leave out trajectories with only zero advantages; they still count in the totals.
-        draft_learns: lay these out too, in micro-batches for the draft only (`MiniBatch.draft_shards`).
+        draft_learns: pack the left-out trajectories for the draft only (`MiniBatch.draft_shards`).
         share_prefixes: run common prefixes only once. If False, the budget limits the tokens of rows that are
             padded to the longest row (see `MegatronTrainer.shares_prefixes`).
         columns, candidates, routes: see `TrainingData`.

@@ -22,7 +22,7 @@ from rlpipe.models.checkpoint import DRAFT_VOCAB, read_config, read_json
 
 
 def sampled_tokens(record: Mapping[str, Any]) -> list[int]:
-    """Return the tokens in a line of rollouts that the model sampled; [] for a line without tokens.
+    """Return the sampled tokens in one line of a rollout file; [] for a line without tokens.
 
     >>> sampled_tokens({"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
     [6, 7]

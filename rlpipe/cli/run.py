@@ -99,8 +99,8 @@ Work = Callable[[Config, str], int]  # function of a checked configuration and i
 def run_composed(resolved: str, work: Work | None = None, composition: DictConfig | None = None) -> int:
     """Check a composed configuration, then launch it or call `work`; return the exit status.
 
-    resolved: the configuration as YAML. composition: the same configuration as typed by Hydra, if available,
-    which saves the time of typing.
+    resolved: the configuration as YAML. composition: the same configuration as Hydra's typed object, if
+    available; it need not be created again from the YAML.
     """
     config: Config | None = None
     try:

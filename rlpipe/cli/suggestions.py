@@ -50,7 +50,7 @@ def closest_setting(key: str) -> str:
 
 
 def unknown_setting(key: str, value: str) -> ValueError | None:
-    """Return the error for a dotted key that is not a setting; None if it is a setting or in a mapping."""
+    """Return the error for a dotted key; None if it is a setting, or a key in a setting that is a mapping."""
     known = dict(settings())
     parts = key.split(".")
     parents = [".".join(parts[:n]) for n in range(1, len(parts))]

@@ -78,7 +78,7 @@ class Sweep:
 
 
 def _in_a_process(resolved: str) -> int:
-    """Run a composed configuration in a child process; forward signals to it, and then end the sweep."""
+    """Run a composed configuration in a child process; a signal is forwarded to it and ends the sweep."""
     stopped: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:

@@ -43,8 +43,8 @@ class DecoupledConfig:
     """See `DistillKl`."""
 
     correction: Correction = Correction.TIS_TOKEN
-    """F of Eq. 6, for the actor's staleness: none, tis_token, tis_sequence or icepop. The actor uses the
-    clips, loss and optimizer steps of `algo`."""
+    """Correction of the actor's staleness (F in Eq. 6): none, tis_token, tis_sequence or icepop. The actor
+    uses the clips, loss and optimizer steps of `algo`."""
 
     correction_threshold: float = 2.0
     """Threshold of the actor's correction."""

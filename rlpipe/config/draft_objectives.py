@@ -44,7 +44,8 @@ SUPERVISED = [name for name in DraftObjective if name not in WINDOWS]
 """Objectives that learn from a fixed text."""
 
 FROM_LOGITS = [name for name in SUPERVISED if name is not DraftObjective.EAGLE1]
-"""The objectives in SUPERVISED that compare only distributions, so that the draft may have another head."""
+"""The objectives in SUPERVISED that compare only distributions; the draft may have a head that differs from
+the target's."""
 
 EXACT_ON_OWN_TOKENS = (DraftObjective.E2E_CHAIN, DraftObjective.E2E_BLOCK, DraftObjective.VERIFY_STEPS)
 """Objectives on a fixed text that equal acceptance if the target sampled the text, and are biased

@@ -29,8 +29,8 @@ class Eagle3Config:
 
     layers: list[int] = field(default_factory=list)
     """Layers of the target (counted from 0) with outputs that are fused; empty: a low, a middle and a high
-    layer (see `default_layers`). A single entry means no fusion; the number of layers minus 1 is the top
-    layer."""
+    layer (see `default_layers`). A single entry means no fusion; the top layer has the highest number,
+    the number of layers minus 1."""
 
     draft_vocab: int = 0
     """Number of tokens that the draft can propose: the most frequent tokens of its training data; 0: all."""

@@ -242,9 +242,9 @@ class TextArenaConfig:
     """Arguments of the game's constructor."""
 
     opponent: str = ""
-    """The opponent in a game for two: "random" (a random one of the moves that the game lists), or
+    """The opponent in a game for two players: "random" (a random one of the moves that the game lists), or
     module:function, which is called with (text, rng). Here text is what the opponent sees. Empty in a game
-    for one."""
+    for one player."""
 
     self_play: bool = False
     """Train on games of the policy against itself: the attempts at an instance play in pairs against each

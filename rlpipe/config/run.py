@@ -283,9 +283,10 @@ def for_run_mode(config: Config) -> Config:
 def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Config, str]:
     """Replace `rollout.sglang.weight_transfer=auto` by a transfer, and return the settings and the reason.
 
-    On one host, trainer and servers share memory. If the servers have separate GPUs, or across hosts, the
-    trainer broadcasts if it can. A server on the GPU of a trainer rank maps that rank's memory (ipc), unless
-    only the first rank has the draft. Values other than `auto` are not changed.
+    If the servers have separate GPUs or are on several hosts, the trainer broadcasts (collective) if it can.
+    A server on the GPU of a trainer rank maps that rank's memory (ipc), unless only the first rank has the
+    draft. Otherwise a server maps memory that its worker writes (shared). Values other than `auto` are not
+    changed.
     hosts: number of hosts in the cluster. gpus: whether the cluster has GPUs.
     Raises ValueError for ipc if servers cannot map the trainer's memory.
     """

@@ -137,7 +137,7 @@ class Suite(Protocol):
     template shows. `score_group(instance_id, results)` is called once with the finished attempts at an
     instance, a list of `GroupMember`, and returns their final rewards in order. `train_stages()` defines a
     curriculum: it returns the training instances as several lists, which every epoch goes through in order.
-    `players(instance_id)` returns how many attempts take part in one `Game` at an instance; without it, one.
+    `players(instance_id)` returns how many attempts take part in one `Game` at an instance (default 1).
     """
 
     max_turns: int

@@ -77,7 +77,7 @@ def _is_episode_class(made: object) -> bool:
 
 
 def make_user_suite(config: EnvConfig, seed: int) -> Suite:
-    """Make the suite that `env.suite` names. Raises ValueError if it is not a suite or a split is empty."""
+    """Make the suite that `env.suite` names. Raises ValueError if it is no suite or has invalid ids."""
     where = f"env.suite={config.suite!r}"
     maker = load_suite_maker(config.suite)
     if _is_episode_class(maker):

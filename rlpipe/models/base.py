@@ -324,8 +324,8 @@ class Family:
         config.json, and raise ValueError for settings that are not supported; None if the family has none.
     rotary: share of a head that is rotated if config.json has no `partial_rotary_factor`; None if the family
         always rotates full heads.
-    draft_place, draft_block: in SGLang's draft model, prefix of the names of `draft`, and name of the decoder
-        layer.
+    draft_place: prefix of the names of the weights in `draft` in SGLang's draft model.
+    draft_block: name of the decoder layer in that model.
     draft_on_cpu: whether SGLang's draft model starts without CUDA in a server without rlpipe's plugin.
     float32: endings of the names of weights that an SGLang server always stores in float32.
     """

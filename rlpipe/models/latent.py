@@ -11,7 +11,7 @@ _DOWN = ("kv_a_proj_with_mqa", "q_a_proj")
 
 
 def travels_with(name: str) -> str:
-    """Return a key that is equal for weights that a server fuses, so that they must be in one bucket.
+    """Return a key that is the same for all weights that must be in one bucket, because a server fuses them.
 
     >>> travels_with("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
     'model.layers.0.self_attn.q_a_proj.weight'

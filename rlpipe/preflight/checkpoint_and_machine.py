@@ -1,4 +1,4 @@
-"""Checks files, machine and user code before a run starts anything. The last column says what imports torch.
+"""Checks files, machine and user code before a run starts anything. The last column is on imports of torch.
 
     checkpoint   headers of the weights, tokenizer, chat template, vocabulary   no torch
     machine      device, GPUs, a Ray cluster's address, a W&B login             torch, for a GPU

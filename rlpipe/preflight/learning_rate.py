@@ -1,7 +1,7 @@
 """Notes a `trainer.lr` that is far from the usual learning rates for models of that size; refuses nothing.
 
-The usual rate is a power law fitted to the rows of docs/your_model.md that train all weights with AdamW. It
-matches them within a factor of four: 2e-4 at 2.4M parameters, 2e-5 at 135M, 1e-6 at 7B.
+The usual rate is a power law fitted to the rows of docs/your_model.md that train all weights with AdamW, such
+as 2e-4 at 2.4M parameters, 2e-5 at 135M and 1e-6 at 7B. It matches all these rows within a factor of four.
 """
 
 from __future__ import annotations

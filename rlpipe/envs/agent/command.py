@@ -4,8 +4,8 @@
     this process: receives the listening socket -> the endpoint answers there
 
 Owns what the command can see: /usr, its virtual environment and its files, all read-only, the task, and a
-work tree. The command cannot see any file that grades it. Every process that it started has ended before it
-is graded.
+work tree. The command cannot see any file that grades it. All its processes have ended before grading
+begins.
 """
 
 from __future__ import annotations

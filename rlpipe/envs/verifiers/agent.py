@@ -1,4 +1,4 @@
-"""The model as an agent of verifiers: one object acts as `Agents`, as the only agent and as `Interaction`."""
+"""The model in the library verifiers: one object is its `Agents`, its only agent and its `Interaction`."""
 
 from __future__ import annotations
 
