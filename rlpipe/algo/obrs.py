@@ -17,8 +17,9 @@ How this differs from the paper
    top-k, so q is unknown at the target's other likely tokens. The candidates here are the rollout's top-k,
    and `normalizer_bounds` adds the largest possible contribution of the other tokens. If p = q and lam = 1,
    this gives exactly Z = 1. The paper's sum is then below 1, and gives a different weight to every token.
-2. Algorithm 1 uses p_new in w for any target. But w(p_new) equals p_new / q' only if p_new is the target, or
-   if both p_new and p are at least lam q (then no token can be rejected). We use the target.
+2. Algorithm 1 uses p_new, the policy being updated, in w for any target. But w(p_new) equals p_new / q' only
+   if p_new is the target, or if both p_new and p are at least lam q (then no token can be rejected). We use
+   the target.
 3. kappa can be computed from the acceptance probabilities; their mean is the acceptance rate without sampling
    noise. It is measured on one batch and applied in the next, so that the weights need no second pass over
    the batch and do not depend on how the batch was cut.

@@ -89,8 +89,8 @@ class Split:
 class _Fixed:
     """Fixed contexts at one depth.
 
-    slope: of acceptance on entropy, across the contexts of the first probe. changes: from that probe (at step
-    `first_step`) to each later one.
+    slope: slope of acceptance on entropy, across the contexts of the first probe.
+    changes: changes from that probe (at step `first_step`) to each later probe.
     """
 
     slope: Interval

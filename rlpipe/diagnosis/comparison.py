@@ -141,7 +141,7 @@ def _sentence(measure: Measure, readings: list[Reading]) -> str:
 
 
 def _incomplete(arms: Sequence[RunData]) -> Iterator[str]:
-    """Yield warnings about arms with runs without a step, or with runs of different lengths."""
+    """Yield warnings about arms in which a run has no step, or runs have different lengths."""
     if empty := [arm.name for arm in arms if not arm.steps]:
         yield f"{', '.join(empty)}: no step was recorded, so no arm contains it."
     for arm in arms:

@@ -59,7 +59,7 @@ def explain_acceptance(run: RunData) -> Finding | None:
 def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
     """Describe a temporary change of the rate at depth 1 between early and late steps; "" if there is none.
 
-    split: between early and late steps. splits: the split at every step.
+    split: the split between early and late steps. splits: the splits at every step.
     """
     steps, values = run.series("spec/acceptance_rate/depth_1")
     rate, count = np.array(values), len(values)

@@ -304,7 +304,7 @@ class _Worker:
                 self._disable(error)
 
     def _next(self) -> _Item | None:
-        """Return the next item; None once closing and empty."""
+        """Wait for the next item and return it; None if the bus is closing and the queue is empty."""
         while True:
             try:
                 return self._queue.get(timeout=0.1)

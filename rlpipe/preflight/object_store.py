@@ -3,13 +3,14 @@
 Counts only these two: everything else in a trajectory is tens of bytes per token. If the trainer does not
 send weights to the servers itself, a version is in the object store of the trainer's node, and in the store
 of every node with a rollout worker. Finished groups stay in the store of the driver's node until they are
-trained on, as views that cannot be moved. The groups of a step are stored there a second time, as one object,
-which is copied to each node with a trainer rank. If all trajectories have full length:
+trained on; Ray cannot move them, because the driver has views of them. The groups of a step are stored there a
+second time, as one object, which is copied to each node with a trainer rank. If all trajectories have full
+length:
 
-    a version the trained weights of target and draft, in the trainer's dtype
-    a token   layers with experts * experts per token * 1 byte (2 bytes for 256 or more experts)
-    a step    prompts_per_step * group_size * max_context tokens
-    waiting   1 + max_staleness steps, and oversampled groups
+    a version        the trained weights of target and draft, in the trainer's dtype
+    a token          layers with experts * experts per token * 1 byte (2 bytes for 256 or more experts)
+    a step           prompts_per_step * group_size * max_context tokens
+    waiting groups   1 + max_staleness steps, and oversampled groups
 """
 
 from __future__ import annotations

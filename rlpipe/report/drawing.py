@@ -39,7 +39,7 @@ class Figure:
 
 
 def smooth(values: Sequence[float], half_life: float = 4.0) -> list[float]:
-    """Return the bias-corrected exponential moving average. half_life: in steps."""
+    """Return the bias-corrected exponential moving average. half_life: steps."""
     decay, total, weight, averages = 0.5 ** (1 / half_life), 0.0, 0.0, []
     for value in values:
         # Dividing by the sum of the weights removes the bias of the first values towards 0.

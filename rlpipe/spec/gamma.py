@@ -42,8 +42,8 @@ class GammaPolicy(Protocol):
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from the sums of a finished step.
 
-        drafted: number of rows that reached depth k, for k = 1, 2, ... accepted: how many of them accepted
-        it.
+        drafted: for k = 1, 2, ..., the number of rows that reached depth k.
+        accepted: the number of those rows that accepted depth k.
         """
 
 

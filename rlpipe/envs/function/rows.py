@@ -115,7 +115,7 @@ def _format(where: str, name: str, path: Path) -> DataFormat:
 
 
 def _check_file(where: str, path: Path) -> None:
-    """Raise ValueError if a path is not a file, with the most similar name in its folder."""
+    """Raise ValueError if a path is not a file; the message suggests the most similar name in its folder."""
     if path.is_file():
         return
     if path.is_dir():

@@ -35,7 +35,7 @@ class MalformedCall(ValueError):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParsedTurn:
-    """A parsed turn. calls: in order; empty if the turn is an answer. content: text outside the calls."""
+    """A parsed turn. calls: calls in order; empty if the turn is an answer. content: text outside calls."""
 
     calls: tuple[ToolCall, ...]
     content: str
@@ -108,7 +108,7 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 def strict_json(text: str | bytes, **options: Any) -> Any:
-    """Parse standard JSON: no NaN and no number outside the range of a float. options: for `json.loads`.
+    """Parse standard JSON: no NaN and no number outside the range of a float. options: see `json.loads`.
 
     Raises ValueError for invalid JSON, and RecursionError if it is nested too deeply.
     """

@@ -8,8 +8,8 @@ With ratios r_i = p_i(d_i) / q_i(d_i):
     num_accepted = the largest i with u_i < h_i, or 0              (a failure at i does not stop the search)
     next ~ max(w_i * p_{i+1} - q_{i+1}, 0), normalised, at i = num_accepted < gamma; else p_{gamma+1}
 
-Source: Sun et al. 2403.10444, Algorithm 2. The coin of depth i decides whether num_accepted is i if all
-deeper coins failed. So Pr(num_accepted >= i | d_1..d_i) = w_i, and no lossless rule exceeds w_i.
+Source: Sun et al. 2403.10444, Algorithm 2. If all deeper coins failed, the coin of depth i decides whether
+num_accepted is i. So Pr(num_accepted >= i | d_1..d_i) = w_i, and no lossless rule exceeds w_i.
 
 Comparison with chain verification, where Pr(num_accepted >= i | d_1..d_i) = c_i = prod_{k<=i} min(1, r_k):
 
