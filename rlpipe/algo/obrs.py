@@ -165,8 +165,9 @@ def normalizer_bounds(
         lower = sum_K min(q, p / lam)                                  the paper's Z_approx
         upper = 1 - sum_K (q - p / lam)^+ - (q_tail - p_tail / lam)^+  = lower + min(q_tail, p_tail / lam)
 
-    target, rollout: [..., K] logprobs at the same ids, -inf on both sides for padding. Returns two [...].
-    Over the full vocabulary both are Z, and `upper` is more accurate (1 for p = q, lam = 1).
+    target, rollout: [..., K] logprobs at the same ids, -inf on both sides for padding. Returns the two
+    bounds, [...] each. Over the full vocabulary both are Z, and `upper` is more accurate (1 for p = q,
+    lam = 1).
 
     >>> p, q = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.6, 0.3]).log()
     >>> [round(z.item(), 6) for z in normalizer_bounds(p, q, lam=1.0)]

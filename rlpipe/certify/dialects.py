@@ -27,7 +27,7 @@ _COPIES = 32  # maximum number of samples of one request
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
-    """A prompt. text: used by servers that accept only text. ids: its tokens by the checkpoint's tokenizer."""
+    """A prompt. text: for servers that accept no ids. ids: its tokens in the checkpoint's tokenizer."""
 
     text: str
     ids: list[int]

@@ -160,7 +160,7 @@ class AlgoConfig:
     """Divide by the group's standard deviation (false: Dr. GRPO). Only the grpo family uses this setting."""
 
     credit: Credit = Credit.EPISODE
-    """See `Credit`. `turn` is for environments that reward single turns."""
+    """See `Credit`. `turn` is for environments that reward individual turns."""
 
     policy_loss: str = "vanilla"
     """A verl policy loss, or a user's function; see `rlpipe.algo.user_functions`."""

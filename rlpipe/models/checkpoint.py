@@ -87,7 +87,7 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
 
 
 def _kind(path: Path, setting: str) -> str:
-    """Describe what a path without a checkpoint is, and what to name instead; empty if unknown."""
+    """Describe the content of a path without a checkpoint, and what to use instead; empty if unknown."""
     if (path / "adapter_config.json").is_file():
         base = read_json(path / "adapter_config.json", setting).get("base_model_name_or_path")
         return (

@@ -3,8 +3,8 @@
 Counts only these two: everything else in a trajectory is tens of bytes per token. If the trainer does not
 send weights to the servers itself, a version is in the object store of the trainer's node, and in the store
 of every node with a rollout worker. Finished groups stay in the store of the driver's node until they are
-trained on; Ray cannot move them, because the driver has views of them. The groups of a step are stored there a
-second time, as one object, which is copied to each node with a trainer rank. If all trajectories have full
+trained on; Ray cannot move them, because the driver has views of them. The groups of a step are stored there
+a second time, as one object, which is copied to each node with a trainer rank. If all trajectories have full
 length:
 
     a version        the trained weights of target and draft, in the trainer's dtype
