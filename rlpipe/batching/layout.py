@@ -67,7 +67,7 @@ def lay_out(
         data: the data of all trajectories.
         rows: [B] indices of the trajectories to lay out.
         inputs: for each row, the tokens that the model reads.
-        shared: for each row, how many of these tokens the row before also has (the first entry is ignored).
+        shared: for each row, how many of these tokens the previous row also has (the first entry is ignored).
         size: number of tokens to which the micro-batch is padded, with a branch to which no token attends.
 
     Raises:

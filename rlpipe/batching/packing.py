@@ -138,7 +138,7 @@ class _Line:
     """Trajectories in the order of their layout, and the cost of a stretch [start, stop) of them.
 
     inputs: for each trajectory, the tokens that the model reads. shared: how many of these tokens the
-    trajectory before also has. fresh: [n + 1] cumulative sums of the tokens that are not shared.
+    previous trajectory also has. fresh: [n + 1] cumulative sums of the tokens that are not shared.
     padded: whether the cost counts padded rows.
     """
 

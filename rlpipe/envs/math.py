@@ -76,7 +76,10 @@ def _validate(config: Any) -> None:
 
 
 def _at_level(task: str, options: Mapping[str, Any], level: int) -> Any:
-    """Return the settings of a task at a curriculum level; `options` set what the level does not."""
+    """Return the settings of a task at a curriculum level.
+
+    options: values of the settings that the level does not set.
+    """
     from reasoning_gym.factory import create_curriculum
 
     curriculum = create_curriculum(task)

@@ -69,8 +69,8 @@ class AdaptiveGamma:
     ratios of durations between gammas. To measure these, another gamma, mostly a neighbour of the gamma in
     use, is tried for a few steps.
 
-    The acceptance at each depth is a decayed ratio of sums, shrunk towards the acceptance of the depth before
-    it (depth 1: towards `prior`). So a depth that is not drafted is assumed to have the acceptance of the
+    The acceptance at each depth is a decayed ratio of sums, shrunk towards the acceptance of the previous
+    depth (depth 1: towards `prior`). So a depth that is not drafted is assumed to have the acceptance of the
     deepest drafted one. If the latest rows contradict the estimate, prompts or weights have changed, and
     older counts are dropped.
 
@@ -276,7 +276,7 @@ def break_even_acceptance(
 
         1 + a + ... + a^gamma = c
 
-    This assumes the same acceptance a at every depth, given that the depth before was accepted.
+    This assumes the same acceptance a at every depth, given that the previous depth was accepted.
 
     Args:
         seconds: duration of a step by (batch, gamma), such as `EmbeddedEngine.costs`. Must have gamma = 0 for

@@ -186,7 +186,7 @@ def residual_kernel(
 def _first_beyond(mass, running, goal, SLOTS: tl.constexpr):
     """Return the first slot with positive mass and running > goal, else the last with positive mass, else 0.
 
-    Slots without mass are masked because rounding in a parallel scan can raise them above the slot before.
+    Slots without mass are masked because rounding in a parallel scan can raise them above the previous slot.
     """
     slot = tl.arange(0, SLOTS)
     first = tl.min(tl.where((mass > 0.0) & (running > goal), slot, SLOTS), 0)
