@@ -295,7 +295,10 @@ def _share(loss: torch.Tensor, totals: LossTotals) -> Mean:
 
 
 def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, Value]:
-    """Compare the probabilities of the sampled tokens; `finish` computes a correlation from the moments."""
+    """Compare the probabilities of the sampled tokens under trainer and rollout.
+
+    Includes their moments, from which `finish` computes a correlation.
+    """
     sampled = mask.bool()
     x, y = rollout[sampled].double().exp(), trainer[sampled].double().exp()
     n, gap = len(x), (x - y).abs()

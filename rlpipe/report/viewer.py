@@ -8,8 +8,11 @@ verifier: it has the details of the grading in `info`. `siblings` are the reward
 attempts; if the record has none, the rewards of the group's other rows are used.
 
 A turn is {role, text}. If the model wrote it and tokens were recorded, a turn is {role, tokens, e, p, a, v}:
-token texts; entropies and -logprobs in 1/100 nat; depth of acceptance (0: sampled by the target; absent
-without drafts); [[version, tokens], ...].
+
+    tokens   texts of the tokens
+    e, p     entropies and -logprobs in 1/100 nat
+    a        depth at which a token was accepted as a draft (0: sampled by the target); absent without drafts
+    v        [[policy version, number of tokens], ...]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model in the library verifiers: one object is its `Agents`, its only agent and its `Interaction`."""
+"""Represents the model in the library verifiers: as `Agents`, as the only agent and as `Interaction`."""
 
 from __future__ import annotations
 
