@@ -66,7 +66,7 @@ class AlarmRule:
 
 
 def _rule(metric: str, test: AlarmTest, threshold: float, **options: int | str) -> AlarmRule:
-    """Return a rule; positional arguments, so that each rule fits in one line of the table."""
+    """Return a rule. The arguments are positional, so that each rule fits in one line of the table."""
     return AlarmRule(metric=metric, test=test, threshold=threshold, **options)
 
 
