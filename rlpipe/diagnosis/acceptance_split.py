@@ -4,7 +4,8 @@
 
     entropy    slope (H_late - H_early), where H is the mean entropy of the sampled tokens
     mismatch   change of the draft's quality on the fixed contexts of the probe set: D alpha* - slope D H*
-    staleness  acceptance by the engine minus acceptance by the newest weights, for the same drafts
+    staleness  acceptance by the engine minus acceptance by the newest weights, for the same drafts; 0 if no
+               trajectory was stale and no difference was measured
     contexts   the remainder: contexts that are easier or harder to draft for than their entropy predicts
 
 Owns the spans, the parts and their 95% intervals, per depth and overall. The controller emits them with
@@ -46,6 +47,7 @@ from rlpipe.metrics.values import Last, Value
 STEP = "training/global_step"
 LEVEL = 0.95
 EARLY_STEPS = "acceptance_split/early_steps"
+MAX_STALENESS = "training/off_policy/trajectory_staleness/max"
 SECOND_ENTROPY = "actor/entropy"  # entropy of the same tokens, measured by the trainer
 MAX_EARLY, MIN_EARLY, MIN_WINDOW = 20, 6, 3
 PARTS = ("total", "entropy", "mismatch", "staleness", "contexts")
@@ -113,6 +115,7 @@ class AcceptanceSplit:
         self._fixed: dict[int, _Fixed] = {}
         self._stale: dict[int, list[tuple[float, float, float]]] = {}  # step, staleness, its error
         self._between: dict[int, Interval | None] = {}
+        self._fresh: set[int] = set()  # steps without a stale trajectory
 
     @property
     def depths(self) -> list[int]:
@@ -127,6 +130,9 @@ class AcceptanceSplit:
             for name, rate in record.items():
                 if name.startswith(RATE) and isinstance(rate, (int, float)):
                     self._rows.setdefault(_depth(name), []).append((step, rate, entropy, second))
+
+        if record.get(MAX_STALENESS) == 0:
+            self._fresh.add(step)
 
         # Depth 1 has a separate metric name, as in older runs.
         if (stale := record.get("probe/staleness")) is not None:
@@ -263,7 +269,15 @@ class AcceptanceSplit:
         early, late = spans
         readings = [r for r in self._stale.get(depth, []) if isfinite(r[2])]
         before, after = [r for r in readings if r[0] <= early[1]], _late(readings, early, late)
-        return _mean(after) - _mean(before) if before and after else None
+        if not before or not after:
+            return None
+
+        # Engines that have the newest weights differ only by the coins of verification: do not pass this
+        # noise on to the remainder. A clear change shows that weights did not arrive, so it stays.
+        change = _mean(after) - _mean(before)
+        if change.low <= 0 <= change.high and all(step in self._fresh for step, _, _ in [*before, *after]):
+            return Interval(0.0, 0.0, 0.0)
+        return change
 
 
 def of_run(run: RunData) -> AcceptanceSplit:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlpipe.config.run import Config
-from rlpipe.diagnosis.acceptance_split import OVERALL, STEP, early_steps, of_run
+from rlpipe.diagnosis.acceptance_split import MAX_STALENESS, OVERALL, STEP, early_steps, of_run
 from rlpipe.diagnosis.analysis import analyse
 from rlpipe.diagnosis.explanation import excursion, explain_acceptance, points
 from rlpipe.diagnosis.monitor import Monitor
@@ -47,6 +47,24 @@ def test_the_parts_add_up_at_every_step_and_depth_from_the_end_of_the_early_phas
             assert sum(part.value for part in split.causes().values()) == pytest.approx(split.total.value)
             assert all(part.low <= part.value <= part.high for part in split.parts.values())
     assert set(splits.at(1).parts) == {"total", "entropy", "mismatch", "staleness", "contexts"}
+
+
+@pytest.mark.parametrize(("lag", "stays"), [(0.0, False), (-0.2, True)])
+def test_engines_with_the_newest_weights_have_no_staleness_unless_it_is_clear(tmp_path, lag, stays):
+    run = planted_run(tmp_path / "run", 1, staleness=lag)
+    measured = of_run(run).at(1)
+    fresh = [record | {MAX_STALENESS: 0} for record in run.records]
+    split = of_run(replace(run, records=fresh)).at(1)
+    assert measured.parts["staleness"].value != 0
+    if stays:
+        assert split.parts == measured.parts
+        return
+
+    zero = split.parts["staleness"]
+    assert zero.low == zero.value == zero.high == 0
+    width = split.parts["contexts"].high - split.parts["contexts"].low
+    assert width < measured.parts["contexts"].high - measured.parts["contexts"].low
+    assert sum(part.value for part in split.causes().values()) == pytest.approx(split.total.value)
 
 
 def test_a_resumed_run_emits_what_an_uninterrupted_one_does_and_the_report_computes_the_same(planted):
