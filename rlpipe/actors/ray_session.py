@@ -75,7 +75,7 @@ def module_path() -> str:
 
 
 class RaySession:
-    """Ray for a run. The constructor starts it, `stop` ends it. on_death: called if it dies, with text."""
+    """Ray for a run. The constructor starts it, `stop` ends it. on_death: called with a text if it dies."""
 
     def __init__(self, config: Config, on_death: Callable[[str], None]) -> None:
         self._stopped = threading.Event()

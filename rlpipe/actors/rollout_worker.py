@@ -2,8 +2,8 @@
 
 It is a plain class: Ray wraps it in an actor, the inline cluster uses it directly. All methods are
 coroutines, so one event loop serves any number of groups concurrently while the engine's own thread decodes.
-Weight updates happen between two decode steps. The constructor imports torch, because the driver imports this
-module too.
+Weight updates happen between two decode steps. torch is imported only in the constructor, because the driver
+imports this module but not torch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RolloutWorker:
     async def hand_over(self) -> bool:
         """Stop the engine; from then on `next_turn` returns the turns that another worker must generate.
 
-        The first ones are the turns that the engine has not finished. Conversations and sandboxes stay in
+        The first are the turns that the engine has not finished. Conversations and sandboxes stay in
         this worker. Returns False without a change if the workers' engines differ, as with injections or with
         evaluations by another policy.
         """

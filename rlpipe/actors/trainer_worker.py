@@ -1,8 +1,8 @@
 """A trainer rank: groups in, one optimizer step, weights out.
 
 It is a plain class: Ray wraps one per rank, the inline cluster uses one directly. Every rank receives all
-groups and packs them identically; the packing assigns the micro-batches to ranks. The constructor imports
-torch, because the driver imports this module too.
+groups and packs them identically; the packing assigns the micro-batches to ranks. torch is imported only in
+the constructor, because the driver imports this module but not torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TrainerWorker:
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
-        """Return rank 0's address, where it waits for others; None with a single rank. host: its host."""
+        """Return the address at which rank 0 waits for others; None with a single rank. host: its host."""
         from rlpipe.trainer.runtime import open_address
 
         return open_address(host, world_size=self._world_size) if self._world_size > 1 else None

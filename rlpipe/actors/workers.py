@@ -38,8 +38,8 @@ class Worker:
     """One member of the pool.
 
     load: number of groups and evaluations in flight on it. leaving: whether it begins no new work and is not
-    replaced. relayed: whether its engine has ended and other workers generate its turns. lost: number in
-    flight when it left, or died while leaving; other workers repeat them.
+    replaced. relayed: whether its engine has ended and other workers generate its turns. lost: how many were
+    in flight when it left, or died while leaving; other workers repeat them.
     """
 
     number: int
@@ -55,7 +55,7 @@ class _Left(Exception):
 
 
 class Workers:
-    """The pool. spawn: starts a worker's actor, by its number. newest: loads the newest weights into one.
+    """The pool. spawn: starts a worker's actor, by its number. newest: loads the newest weights into it.
 
     on_event: called for each death, hang, join, drain and departure (kind, fields).
     """

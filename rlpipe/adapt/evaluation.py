@@ -11,7 +11,7 @@ Owns the figures and their file, evaluations/step_N.json:
                                   depth, and the engine's counts that the visit recursion predicts
 
 Prediction and observation refer to the same sequences and the same figure (tokens that a verify step emits
-within turns), so they should agree within about a percent.
+within turns), so they can be compared to within about a percent.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _teacher_forced(
     counts: Mapping[str, PromptCounts],
     teacher_force: TeacherForced,
 ) -> dict[str, Any]:
-    """Score generated tokens; predict the engine's counts if draft lengths and rule are the same."""
+    """Score generated tokens; under rejection with equal draft lengths, also predict tokens per step."""
     counted = [t for t in generated.trajectories if t.instance_id in counts]
     if not counted:
         return {}

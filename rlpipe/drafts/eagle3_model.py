@@ -83,11 +83,11 @@ class Eagle3(nn.Module):
     ) -> list[Tensor]:
         """Compute states h_1 .. h_K [B, T, H] of all anchors, teacher-forced.
 
-        features: [B, T, layers * H] at anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H],
-        those of tokens t + 1 .. t + K. Anchors whose tokens include padding must be masked out. past: an
-        empty list; the keys and values of each step are appended to it.
+        features: [B, T, layers * H] at anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H], of
+        tokens t + 1 .. t + K. Anchors whose tokens include padding must be masked out. past: an empty list;
+        the keys and values of each step are appended to it.
 
-        Steps 2 .. K read the draft's own states, but the tokens of the text, as in EAGLE-3's published code.
+        Steps 2 .. K read the draft's own states and the tokens of the text, as in EAGLE-3's published code.
         The notes (eagle_mtp_notes) use the tokens that the draft itself predicts; `draft.objective=own_kl`
         does that.
         """
@@ -171,7 +171,7 @@ class _Layer(nn.Module):
 
 
 class Windows:
-    """G windows of draft tokens from each of some anchors. Each reads its own tokens, as in an engine.
+    """G windows of draft tokens from each given anchor. A window reads its own tokens, as in an engine.
 
     Windows continue from a finished first step. Step k of a window attends to step 1 of the anchors 0 .. t of
     its row and to its own steps 2 .. k, as in `Eagle3.unroll`. The gradient flows into both.

@@ -51,7 +51,7 @@ LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # draft logits in memory at once; a
 
 
 class Aligned(NamedTuple):
-    """Draft and target over a micro-batch, aligned.
+    """The aligned outputs of draft and target for a micro-batch.
 
     batch: layout of the micro-batch. states: [M, K, H] of the draft at all anchors. hidden: [M, H] of the
     target at the same anchors. anchors: [R, L], indices into both for the R turns. targets: tokens and mask
@@ -114,7 +114,7 @@ class DraftTrainer:
             torch.set_num_threads(trainer.threads)
 
     def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
-        """Take one optimizer step over a batch; return mtp/* metrics, and ppow/* of its windows.
+        """Take one optimizer step over a batch; return mtp/* metrics and, for windows, ppow/* metrics.
 
         A step whose gradient is not finite is skipped.
         """
@@ -211,7 +211,7 @@ class DraftTrainer:
     def _losses(
         self, micro_batch: MicroBatch, temperature: float
     ) -> Iterator[tuple[torch.Tensor, MtpStats | PpowTotals]]:
-        """Yield numerators of the loss, with statistics, for parts of the micro-batch; they add up to it."""
+        """Yield the numerator of the loss, and statistics, for each part of the micro-batch."""
         if self._windows is None:
             yield self._loss(micro_batch, temperature)
             return
@@ -269,7 +269,7 @@ class DraftTrainer:
     def _logits(
         self, states: torch.Tensor, hidden: torch.Tensor, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits [n, K, V] of draft and target at anchors `indices`; states: [n, K, H], draft's."""
+        """Compute logits [n, K, V] of draft and target at `indices`. states: the draft's, [n, K, H]."""
         depths = self._settings.depths
         with self._autocast():
             draft = self._draft.logits(states)
@@ -281,7 +281,7 @@ class DraftTrainer:
         return draft.float(), shared.float()
 
     def _tables(self, aligned: Aligned, owner_rows: np.ndarray, temperature: float) -> dict[int, Table]:
-        """Return `context_tables` of a micro-batch."""
+        """Compute the tables of a micro-batch, by row of the packed batch; see `context_tables`."""
         targets, anchors = aligned.targets, aligned.anchors
         rows = Rows.zeros(targets.mask, torch.float32)
         choices = torch.zeros(2, *targets.mask.shape, device=self._device)

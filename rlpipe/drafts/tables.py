@@ -36,7 +36,7 @@ TABLE_ROWS = {  # name in a table -> field of Rows
 def context_tables(
     rows: Rows, choices: Tensor, *, batch: DraftBatch, mask: Tensor, owner_rows: np.ndarray
 ) -> dict[int, Table]:
-    """Tabulate the contexts of a micro-batch; return a table for each row of the packed batch.
+    """Tabulate the contexts of a micro-batch; return the tables by row of the packed batch.
 
     rows, mask: [N, K] for the turns of `batch`, N = R * L. choices: [2, N, K], p(argmax q) and whether the
     realised token is that argmax (`first_choices`). owner_rows: `MicroBatch.rows`. The arrays of a table are

@@ -103,14 +103,14 @@ def expected_verify_steps(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> 
 
 
 def visit_probabilities(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:
-    """Compute [B, T] float64, detached: the probability that a verify step starts at each anchor."""
+    """Compute the probability that a verify step starts at each anchor: [B, T] float64, detached."""
     with torch.no_grad():
         transitions = _transitions(accept.double(), mask, turn_starts)
         return _visits(transitions, turn_starts & mask[..., 0])
 
 
 def forecast(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> VisitForecast:
-    """Compute the expected counts of an engine that emits these sequences; detached.
+    """Compute the expected counts of an engine that emits these sequences; no gradient flows.
 
     >>> one = torch.ones(1, 4, 1)
     >>> start = torch.tensor([[True, False, False, False]])

@@ -23,7 +23,7 @@ def spread(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Spread logits of the known tokens over the vocabulary; differentiable without a group.
+    """Spread logits of the known tokens over the vocabulary; differentiable only if `group` is None.
 
     Args:
         known: [..., D], any float dtype.

@@ -103,7 +103,7 @@ class Backlog:
         await self._drop_stale()
 
     async def admit_next(self) -> tuple[int, Prompt]:
-        """Return the next prompt to roll out, once staleness allows: an interrupted one, or a new one."""
+        """Wait until staleness allows another prompt; return it, an interrupted one or a new one."""
         if self._again:
             index = self._again.popleft()
         else:
@@ -182,7 +182,8 @@ class Backlog:
     def save(self, directory: Path) -> Callable[[], None]:
         """Write the current ledger into a directory; return a function that adds the finished groups.
 
-        The function may be called later and on another thread; it writes the groups of the moment of `save`.
+        The function may be called later and on another thread; it writes the groups
+        that were finished when `save` was called.
         """
         assert not self._taken, "a batch is being trained: its groups are neither finished nor trained"
 

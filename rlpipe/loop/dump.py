@@ -171,7 +171,7 @@ class DumpedPrompts:
         self._dump = dump
 
     def __getitem__(self, index: int) -> Prompt:
-        """Return the prompt that was trained on as number `index` (0-based)."""
+        """Return the prompt with number `index` (0-based) in the order of training."""
         return self._dump.prompt(index)
 
 

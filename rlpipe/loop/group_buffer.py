@@ -1,6 +1,6 @@
 """Finished groups for the trainer, in admission order or in the order in which they finished.
 
-Admission order is the default for a reason: to take first the groups that finish first favours short, easy
+Admission order is the default, because taking groups in the order in which they finish favours short, easy
 prompts, and slow ones become stale. In admission order every admitted prompt is trained, and the staleness
 bound is exact.
 

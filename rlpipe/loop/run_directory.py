@@ -79,8 +79,8 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
     """Return the settings that differ from the run's earlier ones, as "old -> new" by name.
 
     resolved: the composed configuration as YAML. step: step of the checkpoint that the run continues from
-    (None: it begins, so the result is empty). Settings of lossless drafting may differ. Raises ValueError
-    when the run would become a different experiment or its old settings are not recorded, unless
+    (None: the run begins, and the result is empty). Settings of lossless drafting may differ. Raises
+    ValueError when the run would become a different experiment or its old settings are not recorded, unless
     run.resume=anyway; and always when the shape of its LoRA adapters would change.
     """
     if step is None:
@@ -124,7 +124,7 @@ def _is_lossless(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _recorded(run_dir: Path) -> dict[str, Any]:
-    """Return settings by dotted name, of the last start or of the newest one with a readable file."""
+    """Return the settings of the newest start with a readable file, by dotted name."""
     numbered = [path for path in (run_dir / HISTORY).glob("*.yaml") if path.stem.isdigit()]
     newest_first = sorted(numbered, key=lambda path: int(path.stem), reverse=True)
     for path in (run_dir / CONFIG, *newest_first):

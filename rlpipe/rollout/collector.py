@@ -5,8 +5,8 @@
 | a trajectory waits for      | woken by                                                       |
 | engine.generate             | the engine's own batch                                         |
 | a step of its episode       | one of `env.threads` threads (environments block); `async def` |
-|                             | steps run in one loop of a thread of its own                   |
-| an agent (`run_agent`)      | its own return; it has the endpoint generate meanwhile         |
+|                             | steps run in one event loop on a separate thread               |
+| an agent (`run_agent`)      | the agent's return; until then it calls the endpoint           |
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. After a failure of the environment's
 infrastructure, such as a call that hangs (`environment_threads`), the full trajectory is repeated with the
@@ -175,7 +175,10 @@ class Collector:
     async def _roll_out_siblings(
         self, tasks: Sequence[Task], capacity: asyncio.Semaphore | None = None
     ) -> list[Attempt]:
-        """Roll out all attempts at an instance, a game's together. capacity: limits concurrent games."""
+        """Roll out all attempts at an instance; the seats of a game are rolled out together.
+
+        capacity: limits concurrent games.
+        """
         players = num_players(self._suite, tasks[0].instance_id)
         games = [tasks[first : first + players] for first in range(0, len(tasks), players)]
 
@@ -190,7 +193,7 @@ class Collector:
     async def _score_group(self, attempts: Sequence[Attempt]) -> None:
         """Replace the rewards of siblings by the result of `suite.score_group`, if the suite has it.
 
-        The change of a reward is added to the last turn's. A failure masks all siblings.
+        The change of a reward is added to the reward of the last turn. A failure masks all siblings.
         """
         score = getattr(self._suite, "score_group", None)
         finished = [a for a in attempts if a.trajectory.status is TrajectoryStatus.COMPLETE]

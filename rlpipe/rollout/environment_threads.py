@@ -138,7 +138,7 @@ class EnvironmentThreads:
 
 
 class _Thread:
-    """A daemon thread that runs functions one at a time. work, since: name and start of the latest."""
+    """A daemon thread that runs functions one at a time. work, since: name and start of the last one."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()

@@ -426,7 +426,8 @@ class Session:
         segment.append_sampled(replace(result, top_logprobs=top if attempt.top_logprobs else None))
         self.cut |= result.finish_reason is FinishReason.LENGTH
 
-        # A later request finds the turn by the text as the model wrote it, or by the key as clients see it.
+        # A later request finds the turn by its key (as clients see it), and compares the text (as the model
+        # wrote it).
         messages = None if plan.messages is None else [*plan.messages, {"role": "assistant", "content": raw}]
         turn = _Recorded(
             segment=plan.segment, length=len(segment.token_ids), messages=messages, text=plan.text + raw

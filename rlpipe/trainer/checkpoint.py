@@ -5,7 +5,7 @@ written. A checkpoint may be loaded with other tp and dp sizes.
 
     begin_save (copies; collective) -> write (any thread, while training continues) -> finish (collective)
 
-It is Megatron's asynchronous save with a thread of the rank as the writer. Megatron's own writer starts
+This is Megatron's asynchronous save with a thread of the rank as the writer. Megatron's own writer starts
 processes, which is not safe in a Ray worker and leaves processes behind after a crash.
 """
 
@@ -216,7 +216,7 @@ def _copied(staged: list[Any], storages: Set[int]) -> list[Any]:
     """Clone the tensors that still share memory with the trainer: tensors in one of its storages.
 
     staged: Megatron's buckets on the host. Megatron has already copied tensors that were on a GPU, and
-    tensors on the host that are views of a part of another; these are not copied again.
+    tensors on the host that are views of a part of another tensor; these are not copied again.
     """
     return [
         (

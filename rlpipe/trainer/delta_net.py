@@ -12,7 +12,7 @@ siblings are summed in the state they start from.
 
 Within a chunk of 64 tokens everything is a product of matrices (Section 3.3 of the paper). Chunks at the same
 depth of all trajectories are computed together, so that the longest trajectory determines the number of
-sequential steps. On a GPU with `fla` its kernel runs instead, once for each generation of branches.
+sequential steps. On a GPU with `fla` its kernel runs instead, once per generation (`Succession.generations`).
 
 Context parallel ranks, which elsewhere divide the tokens, divide the heads here. Each rank sends q, k, v, b
 and a of its tokens to the ranks that have the heads, runs its heads over all tokens, and receives the outputs
@@ -107,7 +107,7 @@ class Succession:
         return [-1] * (count - len(tokens)) + tokens
 
     def extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """List each segment's tokens preceded by the `count` tokens before it, and each token's index there.
+        """List each segment's tokens after the `count` tokens before it, and each token's index in that list.
 
         Returns [N + segments * count] int64, -1 where there is no token before, and [N] int64.
         """
@@ -187,7 +187,7 @@ class Succession:
         return weight
 
     def generations(self) -> list[list[int]]:
-        """List the segments by generation, which is the number of segments before them in the trajectory."""
+        """List the segments by generation: the number of segments before a segment in its trajectory."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

@@ -199,7 +199,7 @@ class DraftPasses:
         return no_stats(self._config.depths, self._device)
 
     def _sum(self, parts: Iterable[Any], empty: Any) -> Any:
-        """Sum statistics over micro-batches, starting from the empty ones, then over ranks."""
+        """Sum statistics over micro-batches, starting from `empty`, and then over ranks."""
         total = reduce(add, parts, empty)
 
         # Pipeline stages before the last add zeros.
@@ -256,7 +256,7 @@ class DraftPasses:
     def _tables(
         self, policy: PolicyModel, micro_batch: MicroBatch, hidden: torch.Tensor, *, temperature: float
     ) -> dict[int, Table]:
-        """Return `context_tables` of a micro-batch."""
+        """Compute the tables of a micro-batch, by row of the packed batch; see `context_tables`."""
         aligned = self._aligned(policy, micro_batch, hidden)
         if aligned is None:
             return {}

@@ -57,7 +57,7 @@ class Replay:
         return Replay(F.pad(self.routes, (0, 0, 0, 0, 0, count), value=self.unrecorded), self.unrecorded)
 
     def metrics(self) -> dict[str, Value]:
-        """Compute shares over the tokens of all layers of this rank that have run."""
+        """Compute the shares of replayed and changed choices over all layers that this rank has run."""
         tokens, recorded, differing = torch.stack(self.counts).sum(0).tolist() if self.counts else (0, 0, 0)
         shares = {"routes/replayed": (recorded, tokens), "routes/flipped": (differing, recorded)}
         return {name: Mean(part, whole) for name, (part, whole) in shares.items() if whole}
@@ -87,7 +87,7 @@ class LayerReplay:
 
 
 class Router(TopKRouter):
-    """Megatron's router, without the TransformerEngine kernels that it needs even on a CPU (0.16.1).
+    """Megatron's router without TransformerEngine's kernels, which Megatron 0.16.1 needs even on a CPU.
 
     Megatron's router uses one kernel for the scores and one for the bias of the choice. It also changes that
     bias after each step to balance the experts; here the bias is a buffer that stays as loaded.
@@ -209,7 +209,7 @@ class MixtureOfExperts(MoELayer):
     def _through_experts(
         self, tokens: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Apply experts to tokens [N, H] with weights [N], sorted by expert; counts: tokens of each."""
+        """Apply experts to tokens [N, H] with weights [N], sorted by expert; counts: tokens per expert."""
         ranks, group = self.ep_group.size(), self.ep_group
         if ranks == 1:
             return self.experts(tokens, counts, weights)[0]

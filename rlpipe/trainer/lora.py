@@ -6,11 +6,11 @@ Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, the 
 leave the trainer. Each Hugging Face projection has a separate pair A, B, even where Megatron fuses several
 projections into one weight.
 
-Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
-in the same way, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is
-cut in the same way, B is complete, and A x is summed over ranks. So a rank can compute its merged shard
-without the others, and only r numbers a token are exchanged. With sequence parallelism, cut by rows, A x is
-gathered along the tokens; cut by columns, it is scattered after the sum.
+Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut in
+the same way, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is cut
+in the same way, B is complete, and A x is summed over ranks. So a rank can compute its merged shard without
+the others, and only r numbers a token are exchanged. With sequence parallelism, A x is gathered along the
+tokens if W is cut by rows, and scattered after the sum if W is cut by columns.
 """
 
 from __future__ import annotations

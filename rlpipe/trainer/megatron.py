@@ -313,8 +313,8 @@ class MegatronTrainer:
     def candidate_scores(self, batch: PackedBatch) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Compute entropies [n] and log-probabilities of candidates [n, K] at a trajectory's sampled tokens.
 
-        batch: packed with candidates. The result is -inf for padding, and None for a trajectory that was left
-        out. Returns it on every rank; the trainer's state is unchanged.
+        batch: packed with candidates. The result is -inf for padding, and None for a trajectory that `pack`
+        left out. Returns it on every rank; the trainer's state is unchanged.
         """
         scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for part in self._passes.candidate_scores(self.model, self._shard(batch), batch.temperature):

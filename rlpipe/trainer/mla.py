@@ -40,7 +40,7 @@ multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, typ
 
 
 class LatentConfig(MLATransformerConfig):
-    """Megatron's settings of latent attention; as in other families, the model makes rotary embeddings.
+    """Megatron's settings of latent attention; the model still makes the rotary embeddings.
 
     latent: dimensions of the latent attention. magnitude: factor of rotated queries and keys.
     """
@@ -50,7 +50,7 @@ class LatentConfig(MLATransformerConfig):
 
 
 def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
-    """Return Megatron's settings of a model with latent attention. settings: those shared by all models."""
+    """Return Megatron's settings of a model with latent attention. settings: shared by all models."""
     latent = arch.latent
 
     # With multi_latent_attention set, Megatron's model would make no rotary embedding.

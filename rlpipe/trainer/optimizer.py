@@ -36,7 +36,7 @@ POLICY, MTP = "policy", "mtp"
 
 @dataclass(slots=True, kw_only=True)
 class StepOutcome:
-    """Outcome of a step. applied: stepped groups. grad_norms: before clipping. lrs: rates used. By group."""
+    """Outcome of a step. applied: stepped groups. grad_norms (before clipping) and lrs are by group."""
 
     applied: set[str]
     grad_norms: dict[str, float]

@@ -1,7 +1,7 @@
 """Buckets of weights, and their encoding for the body of SGLang's `/update_weights_from_tensor`.
 
 SGLang unpickles the body with an allow-list of globals. Tensors are pickled by value, which this list
-permits. So the two sides need no shared memory, not the same version of torch, and not the same host.
+permits. So the two sides may have different versions of torch and run on different hosts.
 """
 
 from __future__ import annotations

@@ -203,7 +203,9 @@ def rank_parts(
 
 
 def is_served(name: str, drafter: Drafter | None) -> bool:
-    """Return whether a server with this drafter takes updates of a weight; only the first MTP layer does.
+    """Return whether a server with this drafter takes updates of a weight.
+
+    Of the MTP layers, a server has only the first.
 
     >>> is_served("model.mtp_layers.0.norm.weight", Drafter.EAGLE3), is_served("eagle3.d2t", Drafter.EAGLE3)
     (False, False)

@@ -98,7 +98,7 @@ def _cores() -> int:
 
 
 def _sums(parts: Parts) -> torch.Tensor:
-    """Add up the mixed sums of all tiles, both halves: [2] int64. Without words it is 0, as in SGLang."""
+    """Add up the mixed sums of all tiles: [2] int64, the two halves; 0 for an empty tensor, as in SGLang."""
     if not ends_with_tiles(parts):
         parts = [torch.cat([_bytes(part) for part in parts])]
     return tile_sums(parts, parts[0].device)

@@ -32,7 +32,7 @@ class Checksums:
     ranks: list[dict[str, str]]
 
     def for_rank(self, rank: int, *, draft: bool) -> dict[str, str]:
-        """Return the checksums of one rank by tensor. draft: whether to include those of the draft."""
+        """Return the checksums of one rank by tensor. draft: whether to include the draft."""
         return {name: sum_ for name, sum_ in self.ranks[rank].items() if draft or not name.startswith(DRAFT)}
 
 

@@ -8,8 +8,8 @@ checks that the weights arrived.
 
 An MTP layer is part of its target's checkpoint, and each model of the server selects the weights that it
 uses. A draft with a separate checkpoint may use the target's names for other tensors, so each bucket is for
-only one of the two. A draft that is not trained is not sent; the check then expects the draft of the server's
-start.
+only one of the two. A draft that is not trained is not sent; the check then expects the draft with which the
+server started.
 """
 
 from __future__ import annotations

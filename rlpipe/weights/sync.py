@@ -55,7 +55,7 @@ class WeightSync:
         self._padded_channels = 0  # channels of each expert on the server; 0 if the server does not pad
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
-        """Refuse weights of another model before any request to the server; they may be on the meta device.
+        """Refuse weights of another model, before any request to the server. Meta tensors are allowed.
 
         draft: whether an MTP layer is served; then the weights must include it. A separate draft must be
         complete or absent. Raises ValueError.

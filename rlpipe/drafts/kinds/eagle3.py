@@ -30,7 +30,7 @@ def make_trainer(
     *,
     train_alongside: Callable[..., DraftTrainer],
 ) -> DraftTrainer:
-    """Make the trainer of the draft in directory `start`, else of that in `eagle3.start`, else of a new one.
+    """Make the trainer of the draft in `start` or, if that is empty, in `eagle3.start`, or of a new draft.
 
     trajectories: if a new draft has a reduced vocabulary, it is chosen from their sampled tokens.
     train_alongside: builds the trainer around the target (`actors.trainers.train_alongside`). Raises

@@ -95,7 +95,7 @@ class MtpStats:
         )
 
     def metrics(self) -> dict[str, Value]:
-        """Return metrics by name, as `mtp/alpha/depth_1`; reads the device once."""
+        """Return metrics by name, such as `mtp/alpha/depth_1`; copies from the device once."""
         metrics: dict[str, Value] = {"mtp/loss": Mean(self.loss, self.weight)}
         table = torch.stack([getattr(self, name) for name in BY_DEPTH] + [self.count]).tolist()
         for name, sums in zip(BY_DEPTH, table[:-1], strict=True):

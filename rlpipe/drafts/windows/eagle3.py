@@ -50,7 +50,7 @@ class Pair:
     draft_cost: float
 
     def texts(self, micro_batch: MicroBatch, temperature: float) -> Iterator[Eagle3Windows]:
-        """Yield the trajectories of a micro-batch in parts that are read at once.
+        """Yield the trajectories of a micro-batch in parts, each read in one pass.
 
         If the caller runs the backward pass of each part before the next, only a few rows' graphs are in
         memory.
@@ -176,7 +176,8 @@ class Eagle3Windows:
 class _Ahead:
     """Windows that the target reads after texts; the keys of the texts are in its cache.
 
-    rows: [W] ascending; every row with windows has the same number. anchors: [W]. shape: [B, T] of the texts.
+    rows: [W] ascending, the row of each window; all rows with windows have the same number of them.
+    anchors: [W]. shape: [B, T] of the texts.
     """
 
     def __init__(self, target: Target, *, rows: Tensor, anchors: Tensor, shape: tuple[int, int]) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def speedup_reward(num_accepted: Tensor, draft_cost: float) -> Tensor:
-    """Compute R_speedup = k / (k c + 1): [...] -> [...]. draft_cost: c, of a drafted token in verify steps.
+    """Compute R_speedup = k / (k c + 1): [...] -> [...].
+
+    draft_cost: c, the cost of a drafted token in verify steps.
 
     The paper charges only for accepted drafts, although a step always drafts K of them.
 

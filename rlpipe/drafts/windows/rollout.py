@@ -68,7 +68,7 @@ class WindowDrafter(Protocol):
         ...
 
     def criticality(self) -> torch.Tensor:
-        """Return the criticality [R, L] of the first draft from each token of the turns, 0 if it has none."""
+        """Return the criticality [R, L] of the first draft from each token of the turns, 0 without drafts."""
         ...
 
     def start(self, windows: SampledWindows, group: int) -> torch.device:

@@ -60,8 +60,8 @@ def window_scores(critical: Tensor, length: int) -> Tensor:
 def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 0) -> float:
     """Return the share of windows sampled by score at a step, 0-based, of `steps`.
 
-    It is 0 in the first `after` steps, then changes linearly from start to end. If steps <= after it is
-    always 0.
+    It is 0 in the first `after` steps, then changes linearly from start to end. If steps <= after, the share
+    is always 0.
 
     >>> [hard_share(step, 4, start=0.2, end=0.8, after=1) for step in range(4)]
     [0.0, 0.2, 0.5, 0.8]

@@ -89,7 +89,7 @@ class PpowTotals:
         return PpowTotals(sums=sums)
 
     def metrics(self) -> dict[str, Value]:
-        """Return `ppow/*`; reads the device once."""
+        """Return the metrics `ppow/*`; copies from the device once."""
         sums = dict(zip(Total, self.sums.tolist(), strict=True))
         windows, drafts = sums[Total.WINDOWS], sums[Total.DRAFTS]
         return {

@@ -84,7 +84,7 @@ class WindowTraining:
         return torch.stack(totals).sum(), reduce(add, sums)
 
     def hard_share(self, step: int) -> float:
-        """Return the share of windows sampled by their score in the update after `step` others."""
+        """Return the share of windows that are sampled by score, after `step` updates."""
         config = self._config
         return hard_share(
             step, self._steps, start=config.hard_start, end=config.hard_end, after=config.hard_after

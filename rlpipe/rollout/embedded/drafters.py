@@ -50,7 +50,7 @@ def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
 
 
 def drafting_streams(spec: SpecConfig) -> int:
-    """Return the uniforms per position; with block verification, those of the step that starts there."""
+    """Return the number of uniforms per position; with block verification, enough for a step from there."""
     if spec.mode is SpecMode.TREE:
         return tree_streams(Tree.from_branching(spec.tree))
     return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK and spec.needs_model else 1)

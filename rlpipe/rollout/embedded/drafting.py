@@ -81,8 +81,8 @@ class Verified:
 
     tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the drafts on
     the emitted path. part: part of a target pass over which the draft catches up; its first `accepted` + 1
-    tokens are the emitted ones. nodes: [A, depth + 1], rows of the verify pass where the emitted tokens were
-    sampled, or None if these are all of its rows.
+    tokens are the pending token and the accepted drafts. nodes: [A, depth + 1], rows of the verify pass where
+    the emitted tokens were sampled, or None if these are all of its rows.
     """
 
     tokens: torch.Tensor
@@ -126,7 +126,7 @@ class _RowDrafting:
         return probs.new_zeros(*probs.shape[:-1], self._model.arch.vocab).index_copy_(-1, ids, probs)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Return the positions [A] of the pending tokens, these tokens, and the uniforms of later tokens."""
+        """Return positions [A] of the pending tokens, the tokens [A], and the uniforms of later tokens."""
         table, rows = self._table, np.arange(decoding)
         last = table.total[:decoding] - 1
         outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + np.arange(depth + 1)
@@ -341,8 +341,8 @@ class TreeDrafting(_RowDrafting):
         if self._table.greedy[: len(tokens)].all():
             return verify_tree_greedy(tree, tokens, choices)
 
-        # In a mixed batch, a greedy row's q is 1 at the first child and 0 at the others. If q = 0 and p > 0 a
-        # token is always accepted, so for all coins the child that is the argmax is accepted.
+        # In a mixed batch, a greedy row's q is 1 at the first child and 0 at the others. A token with q = 0
+        # and p > 0 is always accepted, so the child that is the argmax is accepted for any coins.
         coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
         return verify_tree(
             tree,
@@ -397,5 +397,5 @@ def _likeliest(logits: torch.Tensor, children: int) -> torch.Tensor:
 
 
 def tree_streams(tree: Tree) -> int:
-    """Return the uniforms per position: two for each node of a depth (draft, coin), one for the residual."""
+    """Return the number of uniforms per position: two per node of a depth (draft, coin), one residual."""
     return len(Stream) + 2 * (max(map(tree.depths.count, set(tree.depths))) - 1)

@@ -293,7 +293,7 @@ class Model:
         read: torch.Tensor | None = None,
         depth: int = 0,
     ) -> torch.Tensor:
-        """Run a draft's layer over x [N, H]; see `draft`. Its cache follows that of the target's layers.
+        """Run a draft's layer over x [N, H]; see `draft`. Its cache comes after the target's layers.
 
         read: input of attention, of any width, to use instead of the normed x.
         """

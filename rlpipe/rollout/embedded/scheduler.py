@@ -330,7 +330,7 @@ class Scheduler:
         job.finish(result)
 
     def _routes(self, row: int | None, start: int) -> np.ndarray | None:
-        """Return the experts of a row's tokens from `start` on, without the last token, still unread."""
+        """Return the experts of a row's tokens from `start` on; the last token, still unread, has none."""
         if row is None or self._table.routes is None:
             return None
         routes = self._table.routes[row, start : int(self._table.total[row])].numpy().copy()

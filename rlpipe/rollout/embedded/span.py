@@ -19,7 +19,7 @@ class Span:
     """`batch` consecutive rows with `width` new tokens each; shared by all layers of a pass.
 
     slots: [B, q, keys and values], index in a layer's flat cache of each key and value head of a token.
-    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen. mask: 0 or
+    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots to attend to. mask: 0 or
     -inf, [B, q, L]; with pieces, expanded by `attention.expand_mask`. pieces: groups of rows that attend
     together in two batched products; if empty, one kernel runs over all rows. decoding: whether the rows are
     the first rows of the cache and have the few tokens of a decode step.

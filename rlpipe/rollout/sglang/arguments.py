@@ -183,7 +183,7 @@ def command(
 
 
 def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
-    """Return the maximum positions of a request, including drafts of the last step, as SGLang counts them."""
+    """Return the maximum length of a request, including drafts of the last step, as SGLang counts it."""
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
 
 
@@ -288,7 +288,7 @@ def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _require_draft_vocab(states: Sequence[Mapping[str, Any]], table: str) -> None:
-    """Raise if a server ignores the draft vocabulary. states: one per scheduler; table: the setting."""
+    """Raise if a server ignores the draft vocabulary. states: one per scheduler. table: its file."""
     if not all((state.get("rlpipe_plugin") or {}).get("draft_vocab") for state in states):
         raise RuntimeError(
             f"spec.draft_vocab={table!r}, and the SGLang server drafts among all tokens: see its log. Set "

@@ -3,9 +3,9 @@
 Requests that are made in the same round of the event loop are sent in one POST: the siblings of a group, or
 turns whose environments answered at the same time. Only the last part of a growing answer is parsed.
 
-| what happens                          | to it            | to the others of its POST         |
-| its caller leaves                     | aborted by its id | continue                         |
-| the server refuses the POST           | sent by itself   | sent by themselves                |
+| event                                 | this request     | other requests of its POST        |
+| its caller is cancelled               | aborted by its id | continue                         |
+| the server refuses the POST           | sent separately  | sent separately                   |
 | the connection breaks                 | ServerUnreachable | ServerUnreachable                |
 | silent for the client's timeout       | ServerUnreachable | continue                         |
 """

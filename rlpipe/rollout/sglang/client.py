@@ -79,7 +79,7 @@ class SglangClient:
             return False
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the growing answers of one generation."""
+        """Yield the partial answers of one generation; each contains all tokens so far."""
         self._require_open(_GENERATE)
         async for part in self._wire.events(_GENERATE, json.dumps({**body, "stream": True}).encode()):
             event = json.loads(part)

@@ -6,7 +6,7 @@
 
 | who       | waits for                     | woken by                                  |
 | `serving` | the gate                      | a server that passed its canary, or a final failure |
-| `recover` | the lock, then the new server | the first caller that recovers; then the others need not |
+| `recover` | the lock, then the new server | the first caller, which replaces the server for all |
 
 Owns the process, its failures and the choice of its weights. Invariant: while the gate is open, the server
 has the weights `desired`, or an update to them is running. The caller (`engine.py`) repeats the requests of a
@@ -52,8 +52,8 @@ class DesiredWeights:
     """Weights that the server must have, with their version. weights: None for the model's checkpoint.
 
     If no process has the weights any more, `weights` raises RuntimeError, and a server starts on the model's
-    checkpoint, with the checkpoint's version. checksums: of a server with these weights, computed once.
-    offer: a broadcast of these weights, used once.
+    checkpoint, with the checkpoint's version. checksums: checksums of a server with these weights, computed
+    once. offer: a broadcast of these weights, used once.
     """
 
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]] | None

@@ -78,7 +78,7 @@ class Turns:
         stream: bool = False,
         done: GenerateResult | None = None,
     ) -> AsyncIterator[GenerateResult]:
-        """Run one turn and yield it; with `stream`, first yield its growing parts (finish_reason ABORT).
+        """Run one turn and yield it; with `stream`, first yield partial results (finish_reason ABORT).
 
         done: the part that a server sent before it failed. For a prompt that fills the context the result has
         no token and finish_reason LENGTH. Raises ServerError, and ValueError for an id that is already
@@ -208,7 +208,7 @@ class Turns:
 async def _answers(
     client: SglangClient, body: dict[str, Any], *, stream: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the server's growing answers with `stream`, else only the last one.
+    """Yield the server's partial answers with `stream`, else only the last one.
 
     Both cases stream answers, so that the client's timeout counts from the last tokens received.
     """

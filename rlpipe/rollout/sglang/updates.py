@@ -3,8 +3,8 @@
 Slow operations run while the server decodes: hashing in this process, writing a checkpoint or the delta to
 the server's weights, and, on a CPU, hashing in the server. A server on a GPU hashes in milliseconds, before
 it continues. After a failed check full weights are sent, and deltas are no longer used; `rollout.sglang.
-on_canary_failure` sets the reaction to a second failure. Requests survive an update, and each token has its
-version. If the server dies in an update, the update is complete when its successor, which starts on these
+on_canary_failure` sets the reaction to a second failure. Requests survive an update, and each token records
+its version. If the server dies in an update, the update is complete when its successor, which starts on these
 weights, is usable. `weights.sync` owns transport and check.
 """
 

@@ -1,9 +1,9 @@
 """Runs inside an SGLang server: loads weights from memory that it shares with the process that writes it.
 
-It is host memory (`rlpipe/weights/shared_memory.py`) or GPU memory (`rlpipe/weights/device_memory.py`), with
-full tensors, or with elements of this rank's tensors (`rlpipe/weights/deltas.py`). After the first bucket, a
-check on a CPU server hashes in threads while requests are served; the check is requested again until the
-threads are done. This module does not import rlpipe, which the server's environment does not have.
+The memory is on the host (`rlpipe/weights/shared_memory.py`) or on a GPU (`rlpipe/weights/device_memory.py`).
+It contains full tensors, or elements of this rank's tensors (`rlpipe/weights/deltas.py`). After the first
+bucket, a check on a CPU server hashes in threads while requests are served; the check is requested again
+until the threads are done. This module does not import rlpipe, which the server's environment does not have.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def write_elements(model: Any, pairs: Iterator[tuple[str, torch.Tensor]], sizes:
 def _hash_in_threads() -> None:
     """Make SGLang's checker hash weights on a CPU in threads, in place and with the same results.
 
-    A check may have an id: a name in its list of names to skip that no tensor has. Then the answer is
+    A check may have an id, sent as a name in its list of tensors to skip. Then the answer is
     `PENDING` until all hashes are computed, and the scheduler serves requests meanwhile. Hashes are stored
     for further requests with the same id, because target and draft on all ranks finish at different times.
     """

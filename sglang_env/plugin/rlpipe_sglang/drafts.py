@@ -53,7 +53,7 @@ def keeps_logits() -> bool:
 def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> None:
     """Around `EagleDraftWorker.alloc_memory_pool`, which reads the draft's ids and then refuses K < V.
 
-    This accepts K < V. An MTP layer's ids are set if SGLang has not raised an error.
+    This hook accepts K < V. An MTP layer's ids are set if SGLang has not raised an error.
     """
     from sglang.srt.runtime_context import get_spec
 

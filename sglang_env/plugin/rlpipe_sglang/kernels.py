@@ -3,13 +3,14 @@
 The torch code in `drafts` and `verify` is the reference for the distribution. Here each logit is read once,
 and the row that is sampled is read again in each of the last two kernels:
 
-    draw_races      (B, tiles): store z = logits / T, ln E_v from Philox bits, the best race of each tile
+    draw_races      (B, tiles): store z = logits / T, and each tile's best race: its largest z_v - ln E_v,
+                    with E_v from Philox bits
     pick_token      (B,): the best tile's token
     measure_rows    (B, 2n - 1, tiles): of each row, n of the target and n - 1 of z, per tile the maximum m,
                     sum e^(x - m) and sum e^(x - m) (x - m)
     judge_drafts    (B, tiles): p, q, acceptance, entropies, log-probabilities of the drafts, and the mass of
                     each tile of the row that is sampled
-    emit_token      (B,): the last token, by the inverse CDF: its tile, then itself
+    emit_token      (B,): the last token, by the inverse CDF: first its tile, then the token
 
 Logits of -inf, and all below -1e30, have probability 0. Sums over tiles have a fixed order, so a verdict does
 not depend on the other requests in the batch. E_v has 64 random bits: with 24 bits a token of q < 6e-8 would

@@ -9,8 +9,8 @@ with z from `drafts`:
 
 A greedy request's p is 1 at its argmax (`greedily`). SGLang, which then gets softmax(z), verifies batches
 with other features (penalties, bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees) and batches of
-only greedy requests. `judged` counts the verify steps of requests, by the code that verified them or by the
-reason why it was SGLang. On a GPU `kernels` do what `verify` does in torch.
+only greedy requests. `judged` counts the verify steps of requests, by the code that verified them or, for
+SGLang, by the reason. On a GPU `kernels` do what `verify` does in torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """An MTP draft with a reduced vocabulary: it uses some rows of the target's head.
 
-SGLang's --speculative-token-map copies the rows once. A weight update does not change the copy, and the draft
-has no parameter that fits an update of the head. Here draft and target share the full head, as without a map.
-A buffer of the draft has a copy of the rows of the tokens in RLPIPE_DRAFT_VOCAB ({"tokens": ids}). The
-draft's logits are computed with this buffer, and it is written again after each update.
+SGLang's --speculative-token-map copies these rows only at the start. A weight update does not change the
+copy, and the draft has no parameter that fits an update of the head. Here draft and target share the full
+head, as without a map. A buffer of the draft has a copy of the rows of the tokens in RLPIPE_DRAFT_VOCAB
+({"tokens": ids}). The draft's logits are computed with this buffer, and it is written again after each
+update.
 
 SGLang's answer omits the checksum of the buffer while its rows equal the head's bit for bit; otherwise
 rlpipe's canary gets a tensor of the draft that was never sent.

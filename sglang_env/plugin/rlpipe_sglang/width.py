@@ -138,7 +138,10 @@ def undrafted(verify: Any, worker: Any, batch: Any) -> None:
 
 
 def counted(_: Callable, request: Any, kept: int) -> None:
-    """Around `Req.update_spec_correct_drafts_histogram`: count k of w drafts in entry w (w + 1) / 2 + k."""
+    """Around `Req.update_spec_correct_drafts_histogram`: count steps by drafted and accepted tokens.
+
+    A step that accepts k of w drafts is counted in entry w (w + 1) / 2 + k.
+    """
     histogram, deepest = request.spec_correct_drafts_histogram, policy.candidate_steps[-1]
     histogram += [0] * ((deepest + 1) * (deepest + 2) // 2 - len(histogram))
     histogram[policy.finished * (policy.finished + 1) // 2 + kept] += 1

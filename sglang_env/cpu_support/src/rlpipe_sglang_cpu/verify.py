@@ -92,7 +92,7 @@ def _of_drafts(probs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample tokens [B] from unnormalized weights [B, V]; for a row without mass, return the last token."""
+    """Sample tokens [B] from unnormalized weights [B, V]; for a row of zeros, return the last token."""
     cumulative = weights.double().cumsum(-1)
     below = cumulative <= uniforms[:, None].double() * cumulative[:, -1:]
     return below.sum(-1).clamp(max=weights.shape[-1] - 1)
