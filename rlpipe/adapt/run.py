@@ -64,9 +64,9 @@ if TYPE_CHECKING:
 class Adaptation:
     """The task `mtp_adapt`. step: number of completed optimizer steps.
 
-    It runs in this process, but several trainer ranks, or several engines that record rollouts, have separate
-    processes. done: step of the newest checkpoint, None without one; evaluations of later steps are measured
-    again.
+    The task runs in this process, but several trainer ranks, or several engines that record rollouts, run in
+    separate processes. done: step of the newest checkpoint, None without one; evaluations of later steps are
+    measured again.
     """
 
     config: Config

@@ -110,7 +110,7 @@ def lookup_table(
     entropies: np.ndarray,
     logprobs: np.ndarray,
 ) -> Table:
-    """Tabulate a looked-up draft: q is 1 at the guess g, so both rules accept g with probability p(g).
+    """Tabulate a looked-up draft: q is 1 at the guess g, so rejection and target-only accept g with p(g).
 
     positions, guesses: from `guesses_of`. entropies: [m], the target's at the m sampled tokens. logprobs:
     [m, K], the target's log-probabilities of the candidates there (`as_candidates`). KL(p || q) is infinite;

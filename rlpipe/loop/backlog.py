@@ -5,10 +5,10 @@
                       +--------- a slot is free ----------------+-- dropped      served: open_gate
 
 Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. The
-backlog is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the finished
-groups of the same moment, and a new backlog continues from there. Prompts that were being generated are then
-rolled out again from their seeds. Their tokens so far and the tokens of finished siblings are lost, but no
-prompt is lost.
+backlog is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the groups
+that are finished at that moment, and a new backlog continues from there. Prompts that were being generated
+are then rolled out again from their seeds. Their tokens so far and the tokens of finished siblings are lost,
+but no prompt is lost.
 
 `admit_next` waits for the gate, `take_batch` for groups. Invariant: every admitted prompt is in exactly one
 of four states: handed out, in the buffer, taken, ended. The ledger records the state.
@@ -36,7 +36,7 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """The backlog of one run. First call the ledger's `restore` or `clear`, as it lists prompts in flight.
+    """The backlog of one run. First call the ledger's `restore` or `clear`: it supplies the prompts in flight.
 
     version: the trainer's version at the start. steps: total steps of the run. event: see `MetricsBus.event`.
     finished: a file that `save` wrote together with this ledger. trains: whether the groups taken are trained

@@ -5,11 +5,11 @@
     trajectory             generating -> complete -> trained(step, version) | dropped(reason)
                                       `-> masked
 
-Owns `ledger.sqlite`. Only the controller writes it. A checkpoint has a copy from the same moment (`save`),
-and a resumed run continues from that copy (`restore`). `violations` checks the invariants: an admitted prompt
-ends exactly once, and a trajectory is trained in exactly one step. If the disk is full or a lock is never
-released, the run continues: the ledger is then in memory and in the next checkpoint. A damaged file is
-renamed; a start restores the copy in the newest complete checkpoint anyway. To print the ledger of a run:
+Owns `ledger.sqlite`. Only the controller writes it. A checkpoint has a copy of the ledger (`save`), and a
+resumed run continues from that copy (`restore`). `violations` checks the invariants: an admitted prompt ends
+exactly once, and a trajectory is trained in exactly one step. If the disk is full or a lock is never
+released, the run continues: the ledger is then in memory and in the next checkpoint. A damaged file is only
+renamed, because a start restores the copy in the newest complete checkpoint. To print the ledger of a run:
 
     rlpipe ledger RUN
 """

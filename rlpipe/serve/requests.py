@@ -110,7 +110,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def string_of(value: Any, where: str) -> str:
-    """Return a text. Raises ApiError for anything else, and for a text that UTF-8 cannot encode."""
+    """Return `value`, a text. Raises ApiError for other types, and for texts that UTF-8 cannot encode."""
     if not isinstance(value, str):
         raise ApiError(400, f"{where} must be a string, not {type(value).__name__}.")
     try:
@@ -121,7 +121,7 @@ def string_of(value: Any, where: str) -> str:
 
 
 def list_of(value: Any, where: str) -> Sequence[Any]:
-    """Return a list. Raises ApiError for anything else."""
+    """Return `value`, a list. Raises ApiError for anything else."""
     if not isinstance(value, list):
         raise ApiError(400, f"{where} must be a list, not {type(value).__name__}.")
     return value

@@ -107,7 +107,7 @@ class BranchPlan:
 def branch_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, plan: BranchPlan, scale: float
 ) -> torch.Tensor:
-    """Attend from each branch to its context and, causally, to itself: query [1, heads, Q, d] -> the same.
+    """Attend from each branch to its context and, causally, to itself: query [1, heads, Q, d] -> same shape.
 
     key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. plan: made for the branches
     of `query`. This is for a CPU; `varlen.varlen_attention` is for a GPU.

@@ -125,7 +125,7 @@ class Succession:
         return self._to_device(np.concatenate(pieces)), self._to_device(np.concatenate(places))
 
     def chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Cut segments into chunks, in order of their depth: those of depth 0 start a trajectory.
+        """Cut segments into chunks, in order of their depth; chunks of depth 0 start a trajectory.
 
         Returns tokens [chunks, size], where -1 is padding at the end of segments; each token's index in the
         flattened result; and for each depth the index of each chunk's predecessor among the chunks of the

@@ -7,8 +7,8 @@ trainer of the policy decides when these passes run, and steps the optimizer. No
 backbone, the embedding or the head.
 
 The loss of a micro-batch is only the numerator. Its denominator (with visit weights) is known only after the
-last micro-batch of all ranks. It then divides the accumulated gradient (`PolicyOptimizer.step`), so the step
-does not depend on how the batch was cut.
+last micro-batch of all ranks. The denominator then divides the accumulated gradient (`PolicyOptimizer.step`),
+so the step does not depend on how the batch was cut.
 """
 
 from __future__ import annotations

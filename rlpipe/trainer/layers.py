@@ -41,8 +41,8 @@ from rlpipe.trainer.varlen import VarlenPlan, varlen_attention
 class BranchLayout(PackedSeqParams):
     """The branches of a flat micro-batch (see `rlpipe.batching.micro_batch`), as attention receives them.
 
-    Megatron passes packed_seq_params to core attention unchanged, also in recomputation. It does not use its
-    THD code, because it does not recognise this qkv_format.
+    Megatron passes packed_seq_params to core attention unchanged, also in recomputation. Its THD code is not
+    used, because Megatron does not recognise this qkv_format.
 
     local_branches: indices of the branches with queries on this rank (None: all).
     """

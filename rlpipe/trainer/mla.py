@@ -3,11 +3,11 @@
     c_q = norm(W_qa h)      q_i = [W_qb c_q]_i, its last part rotated     (q_i = [W_q h]_i without query_rank)
     c, k_R = W_kva h        k_i = [W_kb norm(c)]_i with the rotated k_R, v_i = [W_vb norm(c)]_i
 
-Modules, shards and checkpoints are those of Megatron's `MLASelfAttention`. The forward pass is replaced for
-two reasons. Megatron's supports only the positions 0, 1, 2, .... And under tensor parallelism, with the local
-layers, it loses a part of the gradient of k_R, as no collective sums the gradients from the heads of each
-rank. Here keys and values are expanded, so attention over branches, windows and context parallel ranks works
-as in the other model families.
+Modules, shards and checkpoints are the same as in Megatron's `MLASelfAttention`. The forward pass is replaced
+for two reasons. Megatron's pass supports only the positions 0, 1, 2, .... And under tensor parallelism, with
+the local layers, it loses a part of the gradient of k_R, as no collective sums the gradients from the heads
+of each rank. Here keys and values are expanded, so attention over branches, windows and context parallel
+ranks works as in the other model families.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ element that changes, a position (int32) in a tensor of a server's rank and a va
 
 SGLang's `load_weights` takes full Hugging Face tensors and cannot write into a part of a fused tensor, so
 `served/rlpipe_shared_weights.py` writes elements to their positions. Bits are compared, as integers, so the
-result equals that of a full update, and the canary compares the same fingerprints. No delta is made if a full
-update is faster: 4-byte dtypes change everywhere, and a dense delta takes longer than a copy.
+result equals a full update, and the canary compares the same fingerprints. No delta is made if a full update
+is faster: 4-byte dtypes change everywhere, and a dense delta takes longer than a copy.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def encode_layout(layout: Mapping[str, Any]) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy a tensor to another of the same shape, with one thread if no conversion is needed.
 
-    With several threads, torch's threads would wait for one another, as the other cores hash meanwhile.
+    With several threads, torch's threads would wait for one another, because other cores are busy hashing.
     """
     on_host = tensor.device.type == destination.device.type == "cpu"
     if on_host and tensor.dtype is destination.dtype and tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Row statistics and their gradient in Triton: fused kernels behind the same functions as in `torch_rows`.
+"""Row statistics and their gradient in Triton: fused kernels with the same functions as `torch_rows`.
 
 One program per row; logits are read in tiles, without temporaries of size V. Bytes per row of bf16 logits:
 

@@ -12,7 +12,7 @@ Stretches without an unmasked anchor (prompts, padding) are skipped; finding the
 No product is computed twice, with one exception: where the gradient of an anchor depends on all others
 (`verify_steps`, visit weights), a first pass measures and a second one recomputes the logits. The gradient is
 complete after the forward pass; the backward pass only scales it. Until then the gradient of the hidden
-states, [N, K, H], and on request that of the head, are stored.
+states, [N, K, H], and on request the gradient of the head, are stored.
 """
 
 from __future__ import annotations

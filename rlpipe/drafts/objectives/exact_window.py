@@ -137,7 +137,7 @@ def window_gradient(log_q: Tensor, log_p: Tensor, tokens: Tensor, *, block: bool
 def expected_speedup(
     log_q: Tensor, log_p: Tensor, tokens: Tensor, *, draft_cost: float, block: bool
 ) -> Tensor:
-    """Compute each window's speed-up from sum_j S_j, [..., G]; its gradient by log q is that of Eq. (1).
+    """Compute each window's speed-up from sum_j S_j, [..., G]; its gradient by log q is given by Eq. (1).
 
     For the arguments see `window_gradient`; the gradient flows into log_q only. draft_cost: cost of a drafted
     token, in verify steps.

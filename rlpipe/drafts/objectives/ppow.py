@@ -110,9 +110,9 @@ def missing_term(
 
     The factor 1 - 1/G is there because the mean of A contains the window's own reward, which shrinks PPOW's
     term by the same factor. The sum of the two terms is the gradient of E[R], divided by a standard
-    deviation. This is estimated from the sample, so it also weights the anchors. rewards: [W, G]. gap: [W, G]
-    from `proximity_gap`, nats. The other tensors: [W, G, K(, V)]. draft_cost: cost of a drafted token, in
-    verify steps.
+    deviation. The standard deviation is estimated from the sample, so it also weights the anchors. rewards:
+    [W, G]. gap: [W, G] from `proximity_gap`, nats. The other tensors: [W, G, K(, V)]. draft_cost: cost of a
+    drafted token, in verify steps.
     """
     accept = (logprobs_of(target_logprobs, tokens) - logprobs_of(draft_logprobs, tokens)).clamp(max=0).exp()
     expected = expected_reward(

@@ -137,7 +137,7 @@ def tv_linear(rows: Rows) -> Tensor:
 def tv_decay(rows: Rows) -> Tensor:
     """Compute 0.8^(k - 1) times the rejected mass of depth k: [N, K].
 
-    A baseline with fixed weights for `e2e_tv`; the decay is that of EAGLE-3's published training code.
+    A baseline with fixed weights for `e2e_tv`; the decay is from EAGLE-3's published training code.
     """
     depth = torch.arange(rows.alpha.shape[1], dtype=rows.alpha.dtype, device=rows.alpha.device)
     return DEPTH_DECAY**depth * (1 - rows.alpha)

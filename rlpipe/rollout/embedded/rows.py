@@ -104,7 +104,7 @@ class RowTable:
         return torch.from_numpy(temperature).to(self._device) if (temperature != 1).any() else None
 
     def sampled_from(self, probs: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
-        """Return probs [N, ..., V], with those of greedy rows replaced by 1 at their argmax, else 0."""
+        """Return probs [N, ..., V]; in greedy rows they are replaced by 1 at the argmax and 0 elsewhere."""
         greedy = self.greedy[rows]
         return greedy_rows(probs, torch.from_numpy(greedy).to(self._device)) if greedy.any() else probs
 

@@ -2,9 +2,9 @@
 
 SGLang records experts by slot of its cache (`--enable-return-routed-experts`). So for a cached token it
 returns the experts of the pass that wrote the token's keys, and the experts of a rejected draft are
-overwritten together with its keys. They are sent in base64, as int32 for all layers and all requested tokens
-except the last: 2 KB a token with 48 layers and 8 experts. A turn requests only those of tokens that are new
-since the turn before.
+overwritten together with its keys. Experts are sent in base64, as int32 for all layers and all requested
+tokens except the last: 2 KB a token with 48 layers and 8 experts. A turn requests only experts of tokens that
+are new since the turn before.
 """
 
 from __future__ import annotations

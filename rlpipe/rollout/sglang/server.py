@@ -29,8 +29,8 @@ _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # range of out
 def pick_port(host: str, port: int) -> int:
     """Return `port` if it is free; for 0, return any free port. Raises ValueError when it is in use.
 
-    A server listens only seconds after its port was chosen. So a port below those for outgoing connections is
-    chosen, because an outgoing connection could otherwise take it in these seconds.
+    A server starts to listen seconds after its port is chosen. In the meantime an outgoing connection could
+    take the port, so a port below the range for outgoing connections is chosen.
     """
     if port == 0:
         candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_outgoing_port()))

@@ -23,8 +23,8 @@ from rlpipe.models.grafted import MIMO, fits_mimo, is_grafted
 def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
     """Yield the directory from which a server loads the target in `path`.
 
-    SGLang's class for MiMo does not give outputs of layers to a draft (models/mimo.py). MiMo's backbone is
-    that of Qwen2, and SGLang's class for Qwen2 does give them. So a MiMo is served as Qwen2, without its MTP
+    SGLang's class for MiMo does not give outputs of layers to a draft (models/mimo.py). MiMo has the backbone
+    of Qwen2, and SGLang's class for Qwen2 gives these outputs. So a MiMo is served as Qwen2, without its MTP
     layer: a temporary directory has a config.json for Qwen2 and links to the checkpoint's other files. A
     grafted model is served as MiMo in the same way. If its family has no biases on query, key and value, the
     server gets zeros. No update names these biases, so they stay zero; the checkpoint and the trainer do not

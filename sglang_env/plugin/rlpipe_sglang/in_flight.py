@@ -1,4 +1,4 @@
-"""Takes the tokens of the step that is in flight at a weight update before the weights change.
+"""At a weight update, takes the tokens of the step in flight before the weights change.
 
     SGLang alone:  launch n | launch n + 1, take n | pause | load v + 1 | continue, take n + 1 as v + 1's
     here:          launch n | launch n + 1, take n | pause | take n + 1 as v's | load v + 1 | continue

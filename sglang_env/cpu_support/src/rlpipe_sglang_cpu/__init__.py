@@ -6,5 +6,5 @@
     sgl_kernel/   replaces SGLang's compiled kernels: the few that a chain of drafts calls
     torchvision/  replaces names that SGLang imports and a text model never uses
 
-It is for tests of protocol and algorithm, not of CUDA graphs, overlap or speed.
+The package is for tests of protocol and algorithm, not of CUDA graphs, overlap or speed.
 """

@@ -1,6 +1,6 @@
 """SGLang's plugin entry point: adds MTP decoding on a CPU, and does nothing where there is a GPU.
 
-SGLang calls `load` once in every process it starts, before it builds a model. It looks up all replaced
+SGLang calls `load` once in every process it starts, before it builds a model. `load` looks up all replaced
 functions through the modules in which they are replaced, so the order of imports does not matter.
 """
 
