@@ -1,6 +1,6 @@
 """Clusters that write each batch to a dump, or read it from one, transparently for the controller.
 
-    DumpingCluster:  train_step -> DUMP -> the wrapped cluster's train_step (empty with run.half=rollout)
+    DumpingCluster:  train_step -> DUMP -> the wrapped cluster's train_step (no-op if run.half=rollout)
     ReplayCluster:   DUMP -> collect;  train_step -> the wrapped cluster's, compared with recorded metrics
 
 Every other call goes to the wrapped cluster. Both get the number of the next step from calls of

@@ -36,7 +36,7 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """The backlog of one run. First call the ledger's `restore` or `clear`: it supplies the prompts in flight.
+    """The backlog of one run. First call the ledger's `restore` or `clear`: it has the prompts in flight.
 
     version: the trainer's version at the start. steps: total steps of the run. event: see `MetricsBus.event`.
     finished: a file that `save` wrote together with this ledger. trains: whether the groups taken are trained

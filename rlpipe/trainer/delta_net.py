@@ -16,8 +16,9 @@ sequential steps. On a GPU with `fla` its kernel runs instead, once per generati
 
 Context parallel ranks, which elsewhere divide the tokens, divide the heads here. Each rank sends q, k, v, b
 and a of its tokens to the ranks that have the heads, runs its heads over all tokens, and receives the outputs
-for its tokens. With Qwen3-Next 80B in bf16, 32,768 tokens and four ranks, a rank sends 152 MB a layer (101
-there, 50 back). That is 5.5 GB in the 36 delta nets of a forward pass, and as much in the backward pass.
+for its tokens. With Qwen3-Next 80B in bf16, 32,768 tokens and four ranks, a rank sends 152 MB a layer (101 to
+the ranks with the heads, 50 back). That is 5.5 GB in the 36 delta nets of a forward pass, and as much in the
+backward pass.
 
 Megatron-core 0.16.1 has such a layer, but that layer needs `fla` and CUDA and refuses packed tokens.
 """

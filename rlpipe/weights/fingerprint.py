@@ -3,8 +3,8 @@
 On a CPU server the hash is SHA-256 (managers/mm_utils.py, `tensor_hash`). On a GPU server it is a 64-bit mix
 (kernels/ops/memory/gpu_tensor_hash.py), computed with Triton if the tensors are on a GPU and with torch
 otherwise. A tensor is given as the parts that it is fused from, in order; they are read one after the other.
-SHA-256 needs no copy, and several tensors are hashed in parallel. The mix needs a copy only if a part does
-not end with a tile.
+SHA-256 needs no copy, and several tensors are hashed in parallel. The mix needs a copy only if a part ends
+within a tile.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def mix(sums: Sequence[torch.Tensor]) -> list[str]:
 
 
 def ends_with_tiles(parts: Parts) -> bool:
-    """Return whether every part ends with a tile of the mix, so that parts can be added separately."""
+    """Return whether every part ends at the end of a tile, so that parts can be added separately."""
     return not any(part.nbytes % (4 * TILE) for part in parts[:-1])
 
 

@@ -1,6 +1,6 @@
 """Update sessions with one server: the steps that all transports share.
 
-    begin -> buckets of target and draft, the version on the last -> end
+    begin -> buckets of target and draft; the last has the version -> end
 
 Owns the names, buckets and checkpoints of a model and its draft, and the requests that open and close a
 session. The transport (`transports/`) brings a bucket to the server. `sync.py` chooses the transport and

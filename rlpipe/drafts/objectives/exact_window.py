@@ -9,7 +9,7 @@ of the target and K drafts of c passes each. Compared with one token per pass th
 **Coins.** Under both rules at least j drafts are accepted with a probability S_j that depends only on d_1 ..
 d_j. With r_t = p_t(d_t) / q_t(d_t) and S_0 = 1 it is
 
-    chain:  S_j = S_{j-1} min(1, r_j)     Leviathan et al. (arXiv 2211.17192); PPOW C.1, averaged
+    chain:  S_j = S_{j-1} min(1, r_j)     Leviathan et al. (arXiv 2211.17192); PPOW C.1, averaged over coins
     block:  S_j = min(1, S_{j-1} r_j)     Sun et al. (arXiv 2403.10444); `rlpipe.spec.verify.block`
 
 so (1 + c K) R = 1 + sum_j E_d S_j(d), and no coin is left to be sampled.

@@ -58,7 +58,7 @@ def window_scores(critical: Tensor, length: int) -> Tensor:
 
 
 def hard_share(step: int, steps: int, *, start: float, end: float, after: int = 0) -> float:
-    """Return the share of windows sampled by score at a step, 0-based, of `steps`.
+    """Return the share of windows sampled by score at `step` (0-based) of `steps` steps.
 
     It is 0 in the first `after` steps, then changes linearly from start to end. If steps <= after, the share
     is always 0.

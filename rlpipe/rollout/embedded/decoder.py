@@ -177,7 +177,7 @@ class Decoder:
         table.draft_keys[: table.active] = self._model.slots
 
     def _close_gaps(self, decoding: int) -> None:
-        """Run the draft over the tokens that rows decoded while it was off."""
+        """Run the draft over the tokens that rows decoded while the draft was off."""
         table, rows = self._table, slice(0, decoding)
         ends = table.total[rows] - 1
         if table.history is None or (table.draft_keys[rows] >= ends).all():

@@ -1,4 +1,4 @@
-"""Runs inside an SGLang server: loads weights from memory that it shares with the process that writes it.
+"""Runs inside an SGLang server: loads weights from memory that another process writes.
 
 The memory is on the host (`rlpipe/weights/shared_memory.py`) or on a GPU (`rlpipe/weights/device_memory.py`).
 It contains full tensors, or elements of this rank's tensors (`rlpipe/weights/deltas.py`). After the first

@@ -137,7 +137,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Plan:
-    """The calls of one pass. asked: the pass's lengths, heads and dtype. layers: layers that used the plan."""
+    """The calls of one pass. asked: the pass's lengths, heads and dtype. layers: layers that used it."""
 
     asked: tuple[list[int], list[int], int, torch.dtype]
     layers: set[int]

@@ -1,4 +1,4 @@
-"""The attributes of every module of this replacement."""
+"""The attributes of every module of this replacement of torchvision."""
 
 from __future__ import annotations
 
