@@ -142,7 +142,7 @@ class TrainerRanks:
         self._call_ranks(lambda rank: rank.save_hf.remote(directory))
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint of `save`, which may have another number of ranks."""
+        """Load a checkpoint that `save` wrote, possibly with another number of ranks."""
         self._call_ranks(lambda rank: rank.load.remote(directory))
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ A worker that dies is replaced: the new one gets the newest weights before it se
 on the dead one are repeated, so no prompt is lost. A worker that does not answer within `cluster.hang_s` is
 killed and replaced in the same way. Workers may join and leave during the run. A joining worker has the
 newest weights before it gets any work. A leaving worker begins no new work and still receives weights while
-it decodes. When its grace period is over its engine ends, and the other workers generate the remaining turns
+it decodes. When its grace period is over, its engine ends and the other workers generate the remaining turns
 of its conversations.
 """
 

@@ -213,7 +213,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:
-        """Read a file of `write`."""
+        """Read a file that `write` wrote."""
         data = json.loads(file.read_text())
         domains = {
             name: DomainEvaluation(

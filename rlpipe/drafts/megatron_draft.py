@@ -39,7 +39,7 @@ def draft_hidden_states(
     (DeepSeek-V3), and the last one also all deeper depths. Target, embedding and head are detached: they get
     no gradient.
     At the first depth of each layer the states equal those of the decoding engine exactly. At a layer's
-    further depths they differ: here anchors attend to keys of the same depth, in the engine to keys of the
+    further depths they differ: here anchors attend to keys of the same depth, but in the engine to keys of the
     layer's first depth. On the shipped model the acceptance length is 3.645 against 3.651, so this simple
     form is used.
     """

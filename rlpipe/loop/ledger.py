@@ -242,7 +242,7 @@ class Ledger:
             copy.execute("PRAGMA journal_mode=DELETE")
 
     def restore(self, path: Path) -> None:
-        """Replace the content by a copy from `save`; later changes are lost."""
+        """Replace the content by a copy that `save` wrote; later changes are lost."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
             check_format(copy, path)
             try:

@@ -1,13 +1,13 @@
 """Finished groups as a file: the part of a checkpoint with the contents of the buffer.
 
-Owns the format: gzipped JSON lines, one object per group with its index in the run,
+Owns the format: gzipped JSON lines, one object per group with its index in the run:
 
     {"index": n, "prompt": {...}, "trajectories": [...], "gen_seconds": s, "env_seconds": s}
 
-and the fields of `rlpipe.types` by name. JSON preserves every float exactly (Python writes the shortest text
-that reads back as the same number), so a restored group equals the saved one. Arrays (the token columns,
-routes) are {"shape", "dtype", "data"}, where data is base64 of their zlib-compressed bytes. Lists, which an
-earlier version wrote for columns, can also be read.
+Prompts and trajectories have the fields of `rlpipe.types` by name. JSON preserves every float exactly (Python
+writes the shortest text that reads back as the same number), so a restored group equals the saved one. Arrays
+(the token columns, routes) are {"shape", "dtype", "data"}, where data is base64 of their zlib-compressed
+bytes. Lists, which an earlier version wrote for columns, can also be read.
 """
 
 from __future__ import annotations

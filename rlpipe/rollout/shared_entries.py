@@ -29,7 +29,7 @@ def note(group: int) -> Path:
 
 
 def remove(file: Path) -> None:
-    """Delete the entries that are listed in a file from `note`, then the file."""
+    """Delete the entries listed in a file that `note` wrote, then the file."""
     with contextlib.suppress(FileNotFoundError):  # another program may have cleaned the temporary folder
         for name in json.loads(file.read_text()):
             if (path := Path(name)).parent == _SHARED:

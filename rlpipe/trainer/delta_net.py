@@ -172,7 +172,7 @@ class Succession:
         return self._to_device(grid), self._to_device(places), [first, *predecessors]
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's tokens with all heads for all tokens with its share of the heads.
+        """Exchange all heads of this rank's tokens for this rank's share of the heads of all tokens.
 
         x: [N, heads, d]. Without context parallelism this returns x, as a rank has all tokens and heads (else
         see `context`).

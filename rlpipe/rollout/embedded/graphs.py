@@ -189,7 +189,7 @@ def _fill(
     select: torch.Tensor | None,
     unread: torch.Tensor,
 ) -> None:
-    """Copy a pass's inputs to buffers. Padding rows keep masks with visible keys: finite results."""
+    """Copy a pass's inputs to buffers. Masks of padding rows show keys, so that results are finite."""
     batch, context, to = span.batch, span.mask.shape[2], buffers.span
     buffers.tokens[: len(tokens)].copy_(tokens)
     if state is not None:

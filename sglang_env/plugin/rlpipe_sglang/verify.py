@@ -4,8 +4,8 @@ The rule is that of `rlpipe.spec.verify.verify_chain` (Leviathan et al., arXiv:2
 tests compare the two. Here distributions are given as logits: p = softmax(logits / T), and q = softmax(z)
 with z from `drafts`:
 
-    draft x_i is accepted while u_i q_i(x_i) < p_i(x_i); then one token from max(p_i - q_i, 0), or from the
-    row after the last draft
+    draft x_i is accepted while u_i q_i(x_i) < p_i(x_i); then one token is sampled from
+    max(p_i - q_i, 0) or, if all are accepted, from the row after the last draft
 
 A greedy request's p is 1 at its argmax (`greedily`). SGLang, which then gets softmax(z), verifies batches
 with other features (penalties, bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees) and batches of
