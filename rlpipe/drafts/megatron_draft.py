@@ -37,11 +37,10 @@ def draft_hidden_states(
 
     A single MTP layer serves every depth (MiMo). If there are several layers, each serves one depth
     (DeepSeek-V3), and the last one also all deeper depths. Target, embedding and head are detached: they get
-    no gradient.
-    At the first depth of each layer the states equal those of the decoding engine exactly. At a layer's
-    further depths they differ: here anchors attend to keys of the same depth, but in the engine to keys of the
-    layer's first depth. On the shipped model the acceptance length is 3.645 against 3.651, so this simple
-    form is used.
+    no gradient. At the first depth of each layer the states equal those of the decoding engine exactly. At a
+    layer's further depths they differ: here anchors attend to keys of the same depth, but in the engine to
+    keys of the layer's first depth. On the shipped model the acceptance length is 3.645 here against
+    3.651 with the engine's keys, so this simple form is used.
     """
     import torch
 

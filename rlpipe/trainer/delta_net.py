@@ -263,7 +263,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *_: object, packed_seq_params: Any = None, **__: object
     ) -> tuple[torch.Tensor, None]:
-        """Map [S, B, H] to the same shape; a layout needs B = 1 and flat tokens, else rows are separate."""
+        """Map [S, B, H] to the same shape. With a layout B is 1; without one, each row is a sequence."""
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
         length, rows, _width = qkvz.shape
         if packed_seq_params is None:

@@ -1,9 +1,9 @@
 """Log-probabilities and entropy of a softmax with its vocabulary cut over tensor parallel ranks.
 
-Owns the math and its gradient, and computes logprobs of further tokens of the same rows. Given logits, an autograd
-function works in chunks of rows and saves only the logits for the backward pass (no [N, V] softmax). Given
-hidden states (`Head`), the logits of only one chunk of rows exist at a time, and the backward pass computes
-them again.
+Owns the math and its gradient, and computes logprobs of further tokens of the same rows. Given logits, an
+autograd function works in chunks of rows and saves only the logits for the backward pass (no [N, V] softmax).
+Given hidden states (`Head`), the logits of only one chunk of rows exist at a time, and the backward pass
+computes them again.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Group:
         return _on_thread(self._join)
 
     def broadcast(self, flat: torch.Tensor) -> Future[None]:
-        """Start to send; the future is done only when every rank has the bytes: the device is queried."""
+        """Start to send; the future waits for the device, and is done when every rank has the bytes."""
         return _on_thread(self._broadcast, flat)
 
     def leave(self) -> Future[None]:

@@ -87,7 +87,7 @@ def measure_rows(
     draft, draft_row, draft_depth, target, target_row, target_depth, temperatures, sums, vocab,
     PLACES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Store sums[b, row, :, tile]: m, sum e^(x - m), sum e^(x - m) (x - m); PLACES rows of p, then z's."""
+    """Store sums[b, row, :, tile]: m, sum e^(x - m), sum e^(x - m) (x - m). rows: PLACES of p, then of z."""
     b, row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     v = tile * TILE + tl.arange(0, TILE)
     inside = v < vocab
