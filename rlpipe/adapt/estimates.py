@@ -174,5 +174,5 @@ def _linearised(fractions: list[tuple[float, float]]) -> tuple[float, list[float
 
 
 def _estimate(value: float, terms: list[float]) -> Estimate:
-    """Make an estimate with its clustered error. terms: linearised, one per prompt, independent."""
+    """Make an estimate with its clustered error. terms: linearised terms of independent prompts."""
     return Estimate(value=value, se=cr1_error(fsum(t * t for t in terms), len(terms)), df=len(terms) - 1)

@@ -7,8 +7,8 @@
                                      `-> not back in time: EnvironmentHung, and it is cancelled
 
 Python cannot end a stuck thread. Stuck threads are counted, and if there are too many at once the run ends.
-All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises an
-exception in them, because an environment must not end a run silently.
+All threads are daemons, so the end of a process never waits for an environment. In these threads `os._exit`
+is replaced and raises an exception, because an environment must not end a run silently.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class SharedBuckets:
             self._memory.clear()
 
     def write(self, bucket: Bucket) -> torch.Tensor:
-        """Write a bucket over the second last one; return its encoded layout for the server.
+        """Write a bucket over the second last bucket; return its encoded layout for the server.
 
         Raises RuntimeError if the memory is already freed.
         """

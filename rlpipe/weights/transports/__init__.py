@@ -1,4 +1,4 @@
-"""Transports of weights to a server, by `rollout.sglang.weight_transfer`; each has one file and one row."""
+"""Transports of weights to a server, by `rollout.sglang.weight_transfer`: a file and a table row each."""
 
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.weights.transports.base import Transport

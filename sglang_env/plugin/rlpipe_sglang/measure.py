@@ -25,7 +25,7 @@ KEY = "rlpipe_entropies"
 def entropy(logprobs: torch.Tensor, probs: torch.Tensor | None = None) -> torch.Tensor:
     """Compute entropies [...] float32 from log-probabilities [..., V]; these must be finite.
 
-    SGLang clamps them. probs: the probabilities, if known. Otherwise they are computed with softmax, which on
+    SGLang clamps log-probabilities. probs: the probabilities, if known; else computed with softmax, which on
     a CPU is ten times as fast as exp if many are too small for a float.
 
     >>> entropy(torch.tensor([[0.5, 0.25, 0.25]]).log()) / torch.tensor(2.0).log()
