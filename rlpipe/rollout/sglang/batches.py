@@ -1,7 +1,8 @@
 """Sends several turns to the server in one request, for callers that need only complete answers.
 
 Requests that are made in the same round of the event loop are sent in one POST: the siblings of a group, or
-turns whose environments answered at the same time. Only the last part of an answer is parsed, as it contains the others.
+turns whose environments answered at the same time. Only the last part of an answer is parsed, as it contains
+the others.
 
 | event                                 | this request     | other requests of its POST        |
 | its caller is cancelled               | aborted by its id | continue                         |
