@@ -379,7 +379,7 @@ def check_evaluations(config: Config, run_dir: Path) -> None:
 
 
 def remove_evaluations(run_dir: Path, after: int | None) -> None:
-    """Remove evaluations after a step (None: all) that no checkpoint covers; they are measured again."""
+    """Remove evaluations of steps later than `after`, the newest checkpoint (None: remove all)."""
     for file in evaluations(run_dir).glob("step_*.json"):
         if after is None or int(file.stem.removeprefix("step_")) > after:
             file.unlink()

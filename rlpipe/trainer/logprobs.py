@@ -130,7 +130,7 @@ class Head:
 
 
 class _Targets(NamedTuple):
-    """Targets [N]: whether each is on this rank, and its column here (0 if it is not)."""
+    """Targets [N]: the column of each on this rank (0 if it is on another one), and whether it is here."""
 
     columns: torch.Tensor
     is_local: torch.Tensor

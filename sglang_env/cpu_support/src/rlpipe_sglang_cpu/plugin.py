@@ -1,7 +1,7 @@
 """SGLang's plugin entry point: adds MTP decoding on a CPU, and does nothing where there is a GPU.
 
-SGLang calls `load` once in every process it starts, before it builds a model. `load` looks up all replaced
-functions through the modules in which they are replaced, so the order of imports does not matter.
+SGLang calls `load` once in every process it starts, before it builds a model. It looks up each replaced
+function or class at every use, where `load` has set the replacement, so the order of imports does not matter.
 """
 
 from __future__ import annotations
