@@ -54,6 +54,7 @@ NOT_RUN = {
     "python recipes/eagle3/rl_study.py": HOURS,
     "python recipes/mtp_adapt/speed.py": "a bench, of drafts that were adapted before",
     "python recipes/jackpot/decoupled.py": HOURS,
+    "python -m recipes.jackpot.servers": "minutes, with servers; test_jackpot_servers plays its figures",
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,
     "python recipes/swe_bench/*.py": "half a minute; test_swe_bench runs them as written",

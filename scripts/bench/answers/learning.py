@@ -144,6 +144,20 @@ def decoupled(r: Any) -> str:
     return table(["correction-seed", "held-out reward"], rows)
 
 
+def jackpot_servers(r: Any) -> str:
+    """Report OBRS and the decoupled actor with an SGLang server, one run each."""
+    titles = list(dict.fromkeys(title for run in r["runs"].values() for title in run["means"]))
+    rows = []
+    for name, run in r["runs"].items():
+        (_, before, error), (_, after, _) = run["held_out"][0], run["held_out"][-1]
+        means = [f"{run['means'][title]:.3g}" if title in run["means"] else "–" for title in titles]
+        rows.append([name, f"{before:.2f} to {pm([after, error])}", *means, sum(run["faults"].values())])
+    steps = next(iter(r["runs"].values()))["steps"]
+    return table(["run", "held-out reward", *titles, "faults"], rows) + (
+        f"\n\nMeans over {steps} steps, one seed; too short to compare rewards."
+    )
+
+
 def obrs(r: Any) -> str:
     """Report how much closer OBRS brings distributions."""
     rows = [
