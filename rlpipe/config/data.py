@@ -57,8 +57,9 @@ class DataConfig:
     label, expected; or verl's reward_model.ground_truth."""
 
     template: str = ""
-    """How the prompt is created from columns: a text such as 'Question: {question}', a file with such a text
-    (.txt, .md), or a function of the row (file.py:NAME) that returns a text or messages."""
+    """How the prompt is created from columns: a text such as Question: {question}, a file with such a text
+    (.txt, .md), or a function of the row (file.py:NAME) that returns a text or messages. On a command line,
+    write a text as 'data.template="Question: {question}"'."""
 
     system: str = ""
     """System message in front of every prompt."""

@@ -26,6 +26,7 @@ def repository() -> Iterator[Path]:
 
 
 DOCUMENTS = sorted(path for path in repository() if path.suffix == ".md")
+_SETTING = re.compile(r"""['"]?[+~]*[a-z_]+(\.[a-z_0-9]+)*=\S""")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -56,6 +57,14 @@ def commands(document: Path) -> Iterator[Command]:
                 words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
                 if words:
                     yield Command(document=str(document.relative_to(ROOT)), words=tuple(words))
+
+
+def settings_in(document: Path) -> Iterator[tuple[str, str]]:
+    """Every `key=value ...` in the text of a document: its line, and the text itself."""
+    for line in _BLOCK.sub("", document.read_text()).splitlines():
+        for text in re.findall(r"`([^`]+)`", line):
+            if _SETTING.match(text):
+                yield line, text
 
 
 def prose(document: Path) -> str:

@@ -3,6 +3,7 @@
 the tutorial                  run as written, in order, in an empty folder
 own_environment, your_*, coming_from   run as written by test_newcomer
 other runs                    composed, with every check of values that a launch makes
+settings in the text          parsed as a shell and Hydra read them; those of your_data.md composed
 commands about a run          run on the tutorial's run
 NOT_RUN                       what a test machine cannot do; scripts must exist and know the options
 """
@@ -11,20 +12,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import rlpipe.cli.run  # noqa: F401  (registers the schema)
+from rlpipe.config.data import Weighted, weighted_rewards
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.preflight.settings import check
 from tests.helpers.cli import ROOT
-from tests.helpers.documents import DOCUMENTS, Command, commands, prose
+from tests.helpers.documents import DOCUMENTS, Command, commands, prose, settings_in
 from tests.helpers.processes import run_command
 
 pytestmark = pytest.mark.packaging
@@ -183,6 +187,59 @@ def test_a_run_that_cannot_work_is_found(tmp_path: Path, monkeypatch) -> None:
         for bad in ("spec.gama=2", "run.steps=0", "spec.mode=sometimes"):
             with pytest.raises(Exception, match=r"gama|steps|sometimes"):
                 OmegaConf.to_object(compose(config_name="config", overrides=["+recipe=swe_rl", bad]))
+
+
+def unreadable(text: str, *, sweep: bool) -> str:
+    """Why settings cannot be pasted after `rlpipe run`; empty if they can. sweep: with several values."""
+    try:
+        overrides = OverridesParser.create().parse_overrides(shlex.split(text))
+    except Exception as error:  # whatever shlex or Hydra's grammar raise
+        return f"{text}: {error}"
+    swept = any(override.is_sweep_override() for override in overrides)
+    return f"{text}: has several values" if swept and not sweep else ""
+
+
+def test_settings_in_the_text_of_documents_can_be_pasted() -> None:
+    named = [
+        (document, text, "--multirun" in line)
+        for document in DOCUMENTS
+        if document.name != "troubleshooting.md"  # quotes messages that begin with a setting
+        for line, text in settings_in(document)
+    ]
+    wrong = [f"{d.name}: {why}" for d, text, sweep in named if (why := unreadable(text, sweep=sweep))]
+    assert not wrong, "\n".join(wrong)
+    assert len(named) > 200
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("'data.template=Question: {question}'", "mismatched input"),
+        ("'data.system=Think first, then answer.'", "several values"),
+        ("reward=[my_reward.py:score, exact_match]", "my_reward"),
+        ("data.system='Think", "quotation"),
+    ],
+)
+def test_a_setting_that_cannot_be_pasted_is_found(text: str, why: str) -> None:
+    assert why in unreadable(text, sweep=False)
+
+
+def test_every_setting_of_the_page_on_data_composes_with_its_value() -> None:
+    page = ROOT / "docs" / "your_data.md"
+    composed = {}
+    with initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+        for _, text in settings_in(page):
+            config = compose(config_name="config", overrides=["+recipe=function", *shlex.split(text)])
+            composed[text] = config
+    (template,) = (c.data.template for text, c in composed.items() if "{question}" in text)
+    (system,) = (c.data.system for text, c in composed.items() if "data.system" in text)
+    (regex,) = (
+        weighted_rewards(OmegaConf.to_container(c.reward)) for text, c in composed.items() if "regex" in text
+    )
+    assert template == "Question: {question}"
+    assert system == "Think first, then answer."
+    assert regex == [Weighted(name="regex", weight=0.5, options={"pattern": "answer is (.+)"})]
+    assert len(composed) > 12
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[str(d.relative_to(ROOT)) for d in DOCUMENTS])
