@@ -26,7 +26,6 @@ FIGURES = {
     "KL before": "rollout_corr/obrs_kl_before",
     "KL after": "rollout_corr/obrs_kl_after",
     "Z, estimated over exact": "rollout_corr/obrs_z_ratio",
-    "largest difference of probabilities": "training/rollout_probs_diff_max",
     "KL of policy and actor": "decoupled/kl",
     "seconds a step": "timing_s/step",
 }
