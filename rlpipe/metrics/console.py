@@ -48,14 +48,14 @@ class Header:
     title: name of the run.
     details: (label, text) lines below the title.
     total_steps: number of steps of the run.
-    baseline: first held-out reward of a continued run, measured by an earlier process; None if there is none.
+    baseline: first held-out rewards of a continued run by metric, measured by an earlier process.
     trains_draft: whether the run trains a draft model instead of the policy; this selects the columns.
     """
 
     title: str
     details: list[tuple[str, str]] = field(default_factory=list)
     total_steps: int
-    baseline: float | None = None
+    baseline: dict[str, float] = field(default_factory=dict)
     trains_draft: bool = False
 
 
@@ -101,8 +101,15 @@ def _split(record: dict[str, Any]) -> str:
     if (total := record.get(f"{SPLIT}/total")) is None:
         return ""
 
-    parts = [(label, record.get(f"{SPLIT}/{part}")) for part, label in SPLIT_PARTS.items()]
-    summands = "".join(f", {label} {100 * part:+.1f}" for label, part in parts if part is not None)
+    parts = {label: record.get(f"{SPLIT}/{part}") for part, label in SPLIT_PARTS.items()}
+    shown = {label: f"{label} {100 * part:+.1f}" for label, part in parts.items() if part is not None}
+
+    # Without a late probe, the part of the draft includes every part that is not recorded.
+    if "contexts" not in shown and (rest := parts["draft"]) is not None:
+        together = " + ".join(label for label in parts if label == "draft" or label not in shown)
+        shown["draft"] = f"{together} {100 * rest:+.1f} (not yet split by a probe)"
+
+    summands = "".join(f", {text}" for text in shown.values())
     ends = [100 * (record.get(f"{SPLIT}/total/{end}") or 0.0) for end in ("low", "high")]
     return (
         f"acceptance since steps 1-{record[f'{SPLIT}/early_steps']:.0f}: {100 * total:+.1f} "
@@ -346,18 +353,16 @@ class ConsoleSink:
         """Return the held-out rewards before and after, for the last line."""
         if not self._validations:
             return ""
-        last, before = self._validations[-1], self._header.baseline
+        first, *later = self._validations
+        last = later[-1] if later else first
 
-        # Without a baseline, a run is compared with its first validation.
-        if before is None and len(self._validations) > 1:
-            before = self._validations[0]["val/reward"]
-        text = "   val reward " + ("" if before is None else f"{_short(before)} → ") + _validation(last)
-
-        first = self._validations[0] if len(self._validations) > 1 else {}
-        for name in _validated_sets(last):
-            reward = first.get(f"val/{name}/reward")
+        # A reward that no earlier process measured is compared with the first validation.
+        before = (first if later else {}) | self._header.baseline
+        text = ""
+        for name, under in [("val reward", "val"), *((n, f"val/{n}") for n in _validated_sets(last))]:
+            reward = before.get(f"{under}/reward")
             arrow = "" if reward is None else f"{_short(reward)} → "
-            text += f"   {name} {arrow}{_validation(last, f'val/{name}')}"
+            text += f"   {name} {arrow}{_validation(last, under)}"
         return text
 
     # --- plain -------------------------------------------------------------------------------------

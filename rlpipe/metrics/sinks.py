@@ -67,13 +67,19 @@ def run_header(config: Config, run_dir: Path) -> Header:
     spec, drafter = config.spec, config.spec.drafter.kind.title
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     details = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
-    measured = (record.get("val/reward") for record in read_jsonl(run_dir / "metrics.jsonl")[0])
+
+    # Records are read from the last to the first, so that the first reward of each set remains.
+    baseline: dict[str, float] = {}
+    for record in reversed(read_jsonl(run_dir / "metrics.jsonl")[0]):
+        rewards = {n: r for n, r in record.items() if n.startswith("val/") and n.endswith("/reward")}
+        baseline |= {name: reward for name, reward in rewards.items() if reward is not None}
+
     return Header(
         title=config.recipe or run_dir.name,
         details=details,
         total_steps=config.run.steps,
         trains_draft=config.task is Task.MTP_ADAPT,
-        baseline=next((reward for reward in measured if reward is not None), None),
+        baseline=baseline,
     )
 
 

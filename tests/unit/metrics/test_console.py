@@ -87,8 +87,21 @@ def test_the_split_of_acceptance_is_a_line_every_ten_steps_and_at_the_end() -> N
         sink.record(record(step, **(values if step > 9 else {})))
     sink.close()
     lines = [line for line in shown(console).splitlines() if "since steps" in line]
-    told = "acceptance since steps 1-7: -3.1 [-5.0, -1.2] points, entropy +0.4, draft -3.5"
+    told = (
+        "acceptance since steps 1-7: -3.1 [-5.0, -1.2] points, entropy +0.4, draft + staleness + contexts "
+        "-3.5 (not yet split by a probe)"
+    )
     assert lines == [f"  {told}"] * 3  # after steps 10, 20 and 21
+
+
+def test_a_late_probe_splits_the_draft_from_other_contexts() -> None:
+    console = plain()
+    sink = sink_on(console, steps=10)
+    split = {"total": -0.064, "entropy": 0.0, "mismatch": -0.007, "contexts": -0.055, "early_steps": 6.0}
+    sink.open()
+    sink.record(record(10, **{f"acceptance_split/{name}": value for name, value in split.items()}))
+    sink.close()
+    assert "points, entropy +0.0, draft -0.7, contexts -5.5\n" in shown(console)
 
 
 def test_the_only_held_out_set_is_not_repeated() -> None:
@@ -135,11 +148,13 @@ def test_a_run_with_nothing_left_to_do_says_that_it_is_finished() -> None:
 
 def test_a_continued_run_is_held_against_the_reward_it_began_with() -> None:
     console = plain()
-    sink = ConsoleSink(Header(title="swe_rl", total_steps=4, baseline=0.125), console)
+    baseline = {"val/reward": 0.125, "val/start/reward": 0.125, "val/short/reward": 0.25}
+    sink = ConsoleSink(Header(title="swe_rl", total_steps=4, baseline=baseline), console)
     sink.open()
-    sink.record(record(4, **{"val/reward": 0.625}))
+    sink.record(record(4, **{"val/reward": 0.625, "val/start/reward": 0.625, "val/short/reward": 0.75}))
     sink.close()
-    assert "finished after step 4/4   val reward 0.125 -> 0.625" in shown(console)
+    outcome = "val reward 0.125 -> 0.625   start 0.125 -> 0.625   short 0.250 -> 0.750"
+    assert f"finished after step 4/4   {outcome}" in shown(console)
     assert "same command" not in shown(console)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,16 @@ def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
     config.task, config.draft.objective = Task.MTP_ADAPT, "kl"
     details = dict(run_header(config, tmp_path).details)
     assert "loop" not in details and details["draft"].startswith("trained by kl, uniform anchors")
+
+
+def test_a_continued_run_has_the_first_reward_of_every_held_out_set(config, tmp_path: Path) -> None:
+    assert run_header(config, tmp_path).baseline == {}
+    records = [
+        {"training/global_step": 0, "val/reward": 0.5, "val/short/reward": None},
+        {"training/global_step": 2, "val/reward": 0.75, "val/short/reward": 0.25, "val/short/reward_se": 0.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run_header(config, tmp_path).baseline == {"val/reward": 0.5, "val/short/reward": 0.25}
 
 
 def test_being_logged_in_is_seen_in_the_environment_and_in_netrc(
