@@ -228,8 +228,7 @@ class AcceptanceSplit:
 
     def probes(self) -> int:
         """Return the number of probes with fixed contexts and staleness at depth 1."""
-        changes = self._fixed[1].changes if 1 in self._fixed else []
-        return min(len(changes) + 1 if changes else 0, len(self._stale.get(1, [])))
+        return min(len(self._fixed[1].changes) + 1, len(self._stale.get(1, []))) if 1 in self._fixed else 0
 
     def _slopes(self, depth: int, first: np.ndarray) -> dict[str, Interval]:
         """Return the estimates of acceptance per nat of entropy, by their source."""

@@ -296,10 +296,15 @@ def stale_engine(setup: Setup, records: Records) -> str | None:
     if gap > -MARGIN or gap > -3 * se:
         return None
     return (
-        f"engines accept {-gap:.1%} less of their drafts than the newest weights would: served weights are "
-        f"stale. Lower pipeline.max_staleness={setup.max_staleness}, and look for canary_failed in "
-        "events.jsonl"
+        f"engines accept {-gap:.1%} less of their drafts than the newest weights would, so the served "
+        f"weights are stale: {staleness_hint(setup)}"
     )
+
+
+def staleness_hint(setup: Setup) -> str:
+    """Return what to do about stale engines; a staleness limit of 0 cannot be lowered."""
+    lower = f"lower pipeline.max_staleness={setup.max_staleness}, and " if setup.max_staleness else ""
+    return f"{lower}look for canary_failed in events.jsonl"
 
 
 def untrained_layer(setup: Setup, records: Records) -> str | None:

@@ -1,27 +1,32 @@
 """Explains why acceptance changed, in one statement about the split that a run emitted (`acceptance_split`).
 
 Owns the wording and the thresholds. Every number is from `acceptance_split/*` at the last step, as in the
-plots. With a probe set, the statement is about depth 1: fixed contexts separate the effects of entropy and
-draft, and a part is a certain cause only if its interval excludes 0 for every slope. Without a probe set, the
-split can show that entropy changed at the same time, but not that it is the cause. A temporary change, which
-the difference between early and late steps does not show, is described in a separate sentence.
+plots. With probes in the early and in the late steps, the statement is about depth 1: fixed contexts separate
+the effects of entropy and draft. A part is a certain cause only if its interval excludes 0 for every slope,
+and if there are `MIN_PROBES` probes. Without probes in both spans, the split can show that entropy changed at
+the same time, but not that it is the cause. A temporary change, which the difference between early and late
+steps does not show, is described in a separate sentence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import sqrt
 
 import numpy as np
 
+from rlpipe.config.probe import ProbeConfig
 from rlpipe.diagnosis.acceptance_split import OVERALL, AcceptanceSplit, Split, of_run
-from rlpipe.diagnosis.advice import LOOKUP_HINT, Setup
+from rlpipe.diagnosis.advice import LOOKUP_HINT, Setup, staleness_hint
+from rlpipe.diagnosis.probe import step_of_probe
 from rlpipe.diagnosis.problems import Finding
 from rlpipe.diagnosis.regression import autocorrelation, detrended
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval, t_quantile
 
 MIN_CHANGE = 0.015  # smallest change of the acceptance rate that is reported
+CLEAR = f"clear of 0 and at least {100 * MIN_CHANGE:g} points"
 MIN_PROBES = 6
 MIN_STANDING = 0.02  # smallest constant staleness that is reported
 
@@ -43,17 +48,49 @@ ENTROPY_HINT = (
     "nothing is broken; spec.mode=rejection with a draft trained by draft.objective=e2e_tv loses least when "
     "entropy rises"
 )
-PROBE_HINT = "set metrics.probe.every=5"
 
 
 def explain_acceptance(run: RunData) -> Finding | None:
     """Explain the change of a run's acceptance; None for a run without drafts, or a very short one."""
     splits = of_run(run)
-    at_depth_1 = splits.at(1)
-    if at_depth_1 is not None and splits.probes() >= MIN_PROBES:
-        return _explain_by_probes(run, at_depth_1, splits)
-    overall = splits.at(OVERALL)
-    return None if overall is None else _explain_by_steps(overall)
+    missing, hint = missing_probes(run, splits)
+    at_depth_1, overall = splits.at(1), splits.at(OVERALL)
+
+    # Only probes in both spans tell the fit of the draft from other contexts.
+    if at_depth_1 is not None and splits.probes() and "contexts" in at_depth_1.parts:
+        finding = _explain_by_probes(run, at_depth_1, splits)
+        if missing and finding.name != "nothing":
+            finding = replace(finding, text=f"{finding.text} {missing}", hint=hint, sure=False)
+        return finding
+    if overall is None:
+        return None
+    return _explain_by_steps(overall, Setup.from_settings(run.settings), missing=missing, hint=hint)
+
+
+def missing_probes(run: RunData, splits: AcceptanceSplit) -> tuple[str, str]:
+    """Return a sentence on the probes that a certain cause still needs, and a hint; "" for none."""
+    probes, settings = splits.probes(), (run.settings.get("metrics") or {}).get("probe") or {}
+    if probes >= MIN_PROBES:
+        return "", ""
+
+    every, planned = settings.get("every", ProbeConfig().every), run.planned_steps or 0
+    needed = f"A certain cause needs {MIN_PROBES} probes, and there are {probes}"
+    if not every:
+        return f"{needed}.", f"set metrics.probe.every={ProbeConfig().every}"
+    if not probes and run.steps:
+        needs = "rollout.temperature above 0 and spec.mode=rejection or target_only"
+        return f"{needed}: a probe with staleness needs {needs}.", ""
+
+    # The last step of a run is probed, too, but only if the run is not made longer before it.
+    more = MIN_PROBES - probes
+    step = step_of_probe(more, after=run.steps, every=every, last_step=planned)
+    if step > planned:
+        step = step_of_probe(more, after=run.steps, every=every)
+    longer = f"set run.steps={step} and " if step > planned else ""
+    return (
+        f"{needed}; there will be {MIN_PROBES} by step {step} (metrics.probe.every={every}).",
+        f"{longer}continue this run to step {step}: the cause is certain only with {MIN_PROBES} probes",
+    )
 
 
 def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
@@ -100,11 +137,11 @@ def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
 
 
 def _parts_at(splits: AcceptanceSplit, step: int) -> str:
-    """Name the parts of the change up to `step` that are clearly different from 0."""
+    """Name the parts of the change up to `step` that are clear of 0 and large enough."""
     split = splits.at(1, step)
     clear = {n: p for n, p in split.causes().items() if _is_clear(p)} if split is not None else {}
     listed = "; ".join(f"{PART_NAMES[name]} {points(part)}" for name, part in clear.items())
-    return f" Its parts at step {step} that are clear of 0: {listed or 'none'}." if split is not None else ""
+    return f" Its parts at step {step} that are {CLEAR}: {listed or 'none'}." if split is not None else ""
 
 
 # --- with a probe set ------------------------------------------------------------------------------
@@ -123,7 +160,7 @@ def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> F
     first = max(clear, key=lambda name: abs(causes[name].value))
     part = causes[first]
     name = {"mismatch": "draft_training" if setup.online else "draft_stale"}.get(first, first)
-    lead = ":" if _is_clear(split.total) else "; yet its parts did, and cancel:"
+    lead = ":" if _is_clear(split.total) else "; yet its parts moved, and cancel:"
 
     # Another part of nearly the same size makes it uncertain that the largest part is the cause.
     rivals = [n for n in causes if n != first and abs(causes[n].value) > 0.7 * abs(part.value)]
@@ -142,23 +179,26 @@ def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, 
             f"{head}, but throughout engines kept {points(standing)} next to what the newest weights "
             "would have: a constant staleness, which does not appear as a change."
         )
-        return Finding(name="standing_staleness", text=text, hint=_staleness_hint(setup))
+        return Finding(name="standing_staleness", text=text, hint=staleness_hint(setup))
 
     listed = f"{_listed(split.causes())} {remark}".strip()
     if _is_clear(split.total):
-        text = f"{head}. No single part is clear of 0, so none is named. {listed}"
+        text = f"{head}. No single part is both {CLEAR}, so none is named. {listed}"
         return Finding(name="unsettled", text=text, sure=False)
-    return Finding(name="nothing", text=f"{head}. No part is clear of 0. {listed}", sure=False)
+    return Finding(name="nothing", text=f"{head}. No part is both {CLEAR}. {listed}", sure=False)
 
 
 # --- without a probe set ---------------------------------------------------------------------------
 
 
-def _explain_by_steps(split: Split) -> Finding:
-    """Explain without a probe set: report whether entropy changed at the same time, but name no cause."""
+def _explain_by_steps(split: Split, setup: Setup, *, missing: str, hint: str) -> Finding:
+    """Explain without probes: report whether entropy changed at the same time, but name no cause.
+
+    missing, hint: see `missing_probes`.
+    """
     head = f"Acceptance, all depths, {_moved(split.total)} {_spans(split)}"
     if not _is_clear(split.total):
-        return Finding(name="nothing", text=f"{head}: no change beyond chance.", sure=False)
+        return Finding(name="nothing", text=f"{head}.", sure=False)
 
     by_slope = "; ".join(
         f"slope {_per_nat(split.slopes[name])} {name} leaves {points(rest)}"
@@ -170,13 +210,14 @@ def _explain_by_steps(split: Split) -> Finding:
         all(rest.clear for rest in split.rests.values())
         and len({r.value > 0 for r in split.rests.values()}) == 1
     ):
-        text = head + "More changed than entropy explains. Steps cannot show what: probes can."
-        return Finding(name="unexplained", text=text, hint=PROBE_HINT, sure=False)
+        text = f"{head}More changed than entropy explains. Steps cannot show what: probes can. {missing}"
+        return Finding(name="unexplained", text=text.strip(), hint=hint, sure=False)
     alongs = [slope.times(split.entropy_change) for slope in split.slopes.values()]
     if all(along.clear and abs(along.value) > abs(split.total.value) / 2 for along in alongs):
-        text = head + "Entropy may account for all of it; without probes that is not settled."
-        return Finding(name="entropy", text=text, hint=ENTROPY_HINT, sure=False)
-    return Finding(name="unsettled", text=head + "This run cannot settle it.", hint=PROBE_HINT, sure=False)
+        text = f"{head}Entropy may account for all of it; without probes that is not settled. {missing}"
+        return Finding(name="entropy", text=text.strip(), hint=_entropy_hint(setup), sure=False)
+    text = f"{head}These steps cannot settle it. {missing}".strip()
+    return Finding(name="unsettled", text=text, hint=hint, sure=False)
 
 
 # --- hints and phrases -----------------------------------------------------------------------------
@@ -185,8 +226,8 @@ def _explain_by_steps(split: Split) -> Finding:
 def _hint(name: str, setup: Setup, worth: str) -> str:
     """Return the setting to change for a cause. worth: text on a better draft's gain, see `_points_back`."""
     hints = {
-        "staleness": _staleness_hint(setup),
-        "entropy": ENTROPY_HINT,
+        "staleness": staleness_hint(setup),
+        "entropy": _entropy_hint(setup),
         "draft_stale": f"set draft.train=online, or adapt the draft again (recipe mtp_adapt){worth}",
         "draft_training": "raise draft.lr, or adapt the draft anew with another draft.objective: its "
         f"training does not keep up{worth}",
@@ -196,8 +237,10 @@ def _hint(name: str, setup: Setup, worth: str) -> str:
     return LOOKUP_HINT if setup.lookup and learned else hints[name]
 
 
-def _staleness_hint(setup: Setup) -> str:
-    return f"lower pipeline.max_staleness={setup.max_staleness}, and look for canary_failed in events.jsonl"
+def _entropy_hint(setup: Setup) -> str:
+    """Return the settings that lose least when entropy rises; "" if the run has them."""
+    best = setup.mode == "rejection" and setup.online and setup.objective == "e2e_tv"
+    return "" if best else ENTROPY_HINT
 
 
 def _points_back(run: RunData, lost: Interval, gamma: int) -> str:
@@ -260,6 +303,7 @@ def _is_clear(part: Interval) -> bool:
 
 def _moved(change: Interval) -> str:
     if not _is_clear(change):
-        return f"did not move beyond chance ({points(change)})"
+        hardly = f"moved by less than {100 * MIN_CHANGE:g} points"
+        return f"{hardly if change.clear else 'did not move beyond chance'} ({points(change)})"
     size, ends = 100 * abs(change.value), sorted((100 * abs(change.low), 100 * abs(change.high)))
     return f"{'rose' if change.value > 0 else 'fell'} by {size:.1f} [{ends[0]:.1f}, {ends[1]:.1f}] points"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import count, islice, zip_longest
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,7 @@ class Probe:
 
     def due(self, step: int) -> bool:
         """Return whether a step (1, 2, ...) is probed."""
-        every = self._config.every
-        return bool(every) and ((step - 1) % every == 0 or step == self._last_step)
+        return _is_due(step, every=self._config.every, last_step=self._last_step)
 
     def remove_after(self, step: int) -> None:
         """Remove the files that a run resumed after `step` writes again; with step 0, also the contexts."""
@@ -179,6 +178,20 @@ class Probe:
         """Read the contexts that an earlier start of the run chose."""
         file = self._folder / name
         return [_trajectory(item) for item in read_jsonl(file)[0]] if file.is_file() else []
+
+
+def step_of_probe(number: int, *, after: int, every: int, last_step: int = 0) -> int:
+    """Return the step of the `number`-th probe after a step.
+
+    >>> step_of_probe(1, after=12, every=5), step_of_probe(2, after=12, every=5, last_step=18)
+    (16, 18)
+    """
+    due = (step for step in count(after + 1) if _is_due(step, every=every, last_step=last_step))
+    return next(islice(due, number - 1, None))
+
+
+def _is_due(step: int, *, every: int, last_step: int) -> bool:
+    return bool(every) and ((step - 1) % every == 0 or step == last_step)
 
 
 def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from html import escape
 from statistics import median
 
-from rlpipe.diagnosis.acceptance_split import MIN_WINDOW, early_steps
+from rlpipe.diagnosis.acceptance_split import MIN_WINDOW, early_steps, of_run
 from rlpipe.diagnosis.advice import advise_run
 from rlpipe.diagnosis.decomposition import RATE
-from rlpipe.diagnosis.explanation import MIN_PROBES, explain_acceptance
+from rlpipe.diagnosis.explanation import explain_acceptance, missing_probes
 from rlpipe.diagnosis.held_out import HeldOut, held_out_sets, primary_split
 from rlpipe.diagnosis.problems import REWARD, Finding, change_of, ends_of, late, problems_of
 from rlpipe.metrics.runs import RunData
@@ -143,8 +143,8 @@ def _acceptance(run: RunData, cause: Finding | None) -> str:
     early = early_steps(run.planned_steps or run.steps)
     return (
         f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. Explaining it takes an early phase of {early} steps "
-        f"with drafts, and {MIN_WINDOW} more; to be sure, {MIN_PROBES} probes (metrics.probe.every)."
-    )
+        f"with drafts, and {MIN_WINDOW} more. {missing_probes(run, of_run(run))[0]}"
+    ).strip()
 
 
 PHASES = {

@@ -155,7 +155,7 @@ def test_an_excursion_inside_a_third_is_reported_and_noise_is_none(tmp_path):
     run = dip(rates)(tmp_path / "dip")
     text = excursion(run, of_run(run).at(1), of_run(run))
     assert "it fell to 0.88" in text and "(steps 12 to 16, -9." in text and "rose again" in text
-    assert "parts at step 16 that are clear of 0: fit of the draft -" in text
+    assert "parts at step 16 that are clear of 0 and at least 1.5 points: fit of the draft -" in text
     flat = dip([0.95] * 30, noise=0.03)
     found = [flat(tmp_path / f"flat{n}") for n in range(20)]
     assert sum(bool(excursion(run, of_run(run).at(1), of_run(run))) for run in found) <= 2

@@ -7,6 +7,7 @@ import pytest
 from rlpipe.cli.main import main
 from rlpipe.diagnosis.explanation import explain_acceptance
 from rlpipe.diagnosis.summary import summarize
+from rlpipe.metrics.rollouts import step_files
 from rlpipe.metrics.statistics import wilson
 from tests.helpers.planted_runs import PLANTED, planted_run
 
@@ -51,6 +52,7 @@ def test_a_slope_that_an_intervention_measured_replaces_those_of_the_run(tmp_pat
     for file in (run.path / "probe").iterdir():
         file.unlink()
     alone = explain_acceptance(run)  # settings still have the flat slope: steps leave the whole change
+    assert alone.hint == ""  # probes are on by default
     assert alone.name == "unexplained" and "measured by intervention leaves" in alone.text and not alone.sure
 
 
@@ -60,8 +62,51 @@ def test_a_short_run_says_what_it_takes_to_know_why(tmp_path):
     for file in (run.path / "probe").iterdir():
         file.unlink()
     (text,) = (text for label, text in summarize(run).lines if label == "Why acceptance moved")
-    assert "an early phase of 20 steps with drafts, and 3 more" in text
+    assert "an early phase of 20 steps with drafts, and 3 more. A certain cause needs 6 probes" in text
     assert text.startswith("Acceptance rate 0.")
+
+
+def cut_after(run, step):
+    """Leave of a run what it had after `step` steps."""
+    del run.records[step + 1 :]
+    for number, file in step_files(run.path / "probe"):
+        if number > step:
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("planned", "every", "hint"),
+    [
+        (60, 5, "continue this run to step 26: "),
+        (24, 5, "set run.steps=26 and continue this run to step 26: "),
+        (60, 0, "set metrics.probe.every=5"),
+    ],
+)
+def test_a_run_with_few_probes_has_a_split_and_learns_at_which_step_there_are_enough(
+    tmp_path, planned, every, hint
+):
+    run = planted_run(tmp_path / "run", 0, mismatch=-0.3)
+    cut_after(run, 24)  # probes of steps 1, 6, 11, 16 and 21
+    run.settings["run"]["steps"] = planned
+    run.settings["metrics"] = {"probe": {"every": every}}
+    run.records[-1]["acceptance_split/early_steps"] = 12
+    found = explain_acceptance(run)
+    assert found.name == "draft_stale" and not found.sure and found.hint.startswith(hint)
+    assert "In parts (95%): " in found.text and "needs 6 probes, and there are 5" in found.text
+    assert ("there will be 6 by step 26 (metrics.probe.every=5)" in found.text) == (every > 0)
+
+
+def test_a_part_that_is_clear_but_small_is_not_denied(tmp_path):
+    text = explain_acceptance(planted_run(tmp_path / "run", 0, mismatch=-0.015)).text
+    assert re.search(r"fit of the draft -[01]\.\d \[-[\d.]+, -[\d.]+\] points", text), text
+    assert "part is both clear of 0 and at least 1.5 points" in text
+
+
+def test_no_hint_names_settings_that_the_run_has(tmp_path):
+    run = planted_run(tmp_path / "run", 0, entropy=0.5)
+    assert "draft.objective=e2e_tv" in explain_acceptance(run).hint
+    run.settings["draft"] = {"train": "online", "objective": "e2e_tv"}
+    assert explain_acceptance(run).hint == ""
 
 
 def test_analyse_prints_the_lines_that_stand_at_the_top_of_the_report(tmp_path, capsys):
