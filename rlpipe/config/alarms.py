@@ -112,8 +112,8 @@ class AdviceConfig:
     """Write advice in plain text (events of kind `advice`)."""
 
     draft_cost: float = 0.1
-    """Cost of one draft pass, in decode steps without drafts, for advice on gamma. `scripts/bench` measures
-    it."""
+    """Cost of one draft pass, in decode steps without drafts, for advice on drafts. Advice on gamma uses it
+    only if the engine measures no `spec/step_seconds/...`. `scripts/bench` measures it."""
 
     def __post_init__(self) -> None:
         remedy = "it is the time of a draft pass over that of a decode step, e.g. 0.1"

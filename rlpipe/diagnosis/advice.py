@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from operator import mul
 from statistics import fmean
 from typing import Any
 
-from rlpipe.config.run import Config
-from rlpipe.diagnosis.breakdown import lookups
+from rlpipe.config.run import ClusterMode, Config
+from rlpipe.diagnosis.breakdown import STEP_SECONDS, lookups, step_seconds
 from rlpipe.metrics.rollouts import read_rollouts
 from rlpipe.metrics.runs import RunData
 
@@ -38,6 +40,7 @@ class Setup:
     online: whether the draft is trained during the run.
     max_staleness, filter_equal_rewards, filter_limit: settings of `pipeline`.
     workers, max_new_tokens, max_context: settings of `rollout`.
+    inline: whether the run is one process, which can have only one rollout worker (`cluster.mode`).
     draft_cost: cost of one draft pass, in plain decode steps.
     env_threads: `env.threads`, the environment threads of a rollout worker.
     max_turns: setting of `env`.
@@ -56,6 +59,7 @@ class Setup:
     filter_equal_rewards: bool
     filter_limit: int
     workers: int
+    inline: bool
     max_new_tokens: int
     max_context: int
     draft_cost: float
@@ -66,7 +70,7 @@ class Setup:
     def from_settings(cls, settings: Mapping[str, Any]) -> Setup:
         """Read a parsed config.yaml; missing settings get the defaults of a new run."""
         config = asdict(Config())
-        for name in ("spec", "draft", "pipeline", "rollout", "env"):
+        for name in ("spec", "draft", "pipeline", "rollout", "env", "cluster"):
             config[name] |= settings.get(name) or {}
         advice = config["metrics"]["advice"] | ((settings.get("metrics") or {}).get("advice") or {})
 
@@ -85,6 +89,7 @@ class Setup:
             filter_equal_rewards=config["pipeline"]["filter_equal_rewards"],
             filter_limit=config["pipeline"]["filter_limit"],
             workers=config["rollout"]["workers"],
+            inline=str(config["cluster"]["mode"]) == ClusterMode.INLINE,
             max_new_tokens=config["rollout"]["max_new_tokens"],
             max_context=config["rollout"]["max_context"],
             draft_cost=advice["draft_cost"],
@@ -116,12 +121,14 @@ class Advisor:
     def __init__(self, setup: Setup, event: Callable[..., None]) -> None:
         self._setup, self._event = setup, event
         self._records: deque[Mapping[str, Any]] = deque(maxlen=20 * RECENT)
+        self._step_seconds: dict[str, float] = {}  # only the first record of an engine has them
         self._holding: set[str] = set()
 
     def see(self, record: Mapping[str, Any]) -> None:
         """Evaluate the rules on a committed record."""
         self._records.append(record)
-        advice = advise(self._setup, list(self._records))
+        self._step_seconds |= {name: x for name, x in record.items() if name.startswith(STEP_SECONDS)}
+        advice = advise(self._setup, [self._step_seconds, *self._records])
         for name in advice.keys() - self._holding:
             self._event("advice", rule=name, step=record.get("training/global_step"), text=advice[name])
         self._holding = set(advice)
@@ -168,11 +175,12 @@ def better_rule(setup: Setup, records: Records) -> str | None:
 
 
 def better_gamma(setup: Setup, records: Records) -> str | None:
-    """Compare values of gamma by tokens per cost, (1 + sum_{k <= gamma} reach_k) / (1 + draft_cost gamma).
+    """Compare values of gamma by tokens per cost, (1 + sum_{k <= gamma} reach_k) / cost(gamma).
 
     reach_k is the share of verify steps that accept depth k, the product of the conditional rates. Depths
-    above gamma are assumed to have the last of these rates. Verifying gamma + 1 tokens is assumed to cost as
-    much as one token, which holds if decoding is memory-bound.
+    above gamma are assumed to have the last of these rates. The cost is measured for some batch sizes; a
+    gamma must be better for all of them. Without measurements, the cost is 1 + draft_cost gamma. This assumes
+    that verifying gamma + 1 tokens takes as long as one token, which holds if decoding is memory-bound.
 
     Source: Leviathan et al., Thm 3.8.
     """
@@ -185,30 +193,67 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
             return None
         rates.append(rate)
 
-    # Compute the tokens per cost of every gamma up to one more than the run's.
-    reach = tokens = 1.0
-    tokens_per_cost = {0: 1.0}
-    for gamma in range(1, setup.gamma + 2):
-        reach *= rates[min(gamma, setup.gamma) - 1]
-        tokens += reach
-        tokens_per_cost[gamma] = tokens / (1 + setup.draft_cost * gamma)
+    # Compute the tokens per cost of every gamma up to one more than the run's, for each batch size.
+    gammas = range(setup.gamma + 2)
+    tokens = list(accumulate(accumulate([*rates, rates[-1]], mul, initial=1.0)))
+    measured = _measured_costs(records)
+    costs = [[_interpolated(points, gamma) for gamma in gammas] for points in measured.values()]
+    costs = costs or [[1 + setup.draft_cost * gamma for gamma in gammas]]
+    speeds = [[count / cost for count, cost in zip(tokens, by_gamma, strict=True)] for by_gamma in costs]
 
-    best = max(tokens_per_cost, key=tokens_per_cost.__getitem__)
-    current = tokens_per_cost[setup.gamma]
-    gain = tokens_per_cost[best] / current - 1
-    if gain < MARGIN:
+    gains = {gamma: [speed[gamma] / speed[setup.gamma] - 1 for speed in speeds] for gamma in gammas}
+    best = max(gammas, key=lambda gamma: min(gains[gamma]))
+    if min(gains[best]) < MARGIN:
         return None
+
+    basis = f"if a draft costs {setup.draft_cost:g} decode steps"
+    if measured:
+        largest = max(gamma for points in measured.values() for gamma, _ in points)
+        sizes = _range([str(batch) for batch in measured])
+        basis = f"by the step times measured at batch size {sizes} and gamma 0 to {largest}"
     if best == 0:
+        tokens_per_cost = _range([f"{speed:.2f}" for speed in sorted(s[setup.gamma] for s in speeds)])
         return (
-            f"speculation costs more than it brings: {current:.2f} tokens per unit of decoding against 1: "
-            "set spec.mode=none, or adapt the draft (recipe mtp_adapt)"
+            f"speculation costs more than it brings: {tokens_per_cost} tokens per unit of decoding against 1 "
+            f"{basis}: set spec.mode=none, or adapt the draft (recipe mtp_adapt)"
         )
     size = "large" if best < setup.gamma else "small"
+    gain = _range([f"{gain:.0%}" for gain in sorted(gains[best])])
     return (
-        f"gamma is too {size}: {best} instead of {setup.gamma} would decode {gain:.0%} faster if a draft "
-        f"costs {setup.draft_cost:g} decode steps: set spec.gamma={best}{_with_depths(setup, best)}, or "
-        "spec.adaptive=true to measure; this run.dir continues with it"
+        f"gamma is too {size}: {best} instead of {setup.gamma} would decode {gain} faster {basis}: set "
+        f"spec.gamma={best}{_with_depths(setup, best)}, or spec.adaptive=true to measure; this run.dir "
+        "continues with it"
     )
+
+
+def _measured_costs(records: Records) -> dict[int, list[tuple[int, float]]]:
+    """Return (gamma, cost of a step in steps without drafts) in order of gamma, by batch size.
+
+    Only batch sizes with a measured step without drafts and another one with drafts are returned.
+    """
+    costs: dict[int, list[tuple[int, float]]] = {}
+    seconds = step_seconds(records)
+    for batch, gamma in sorted(seconds):
+        if (batch, 0) in seconds:
+            costs.setdefault(batch, []).append((gamma, seconds[batch, gamma] / seconds[batch, 0]))
+    return {batch: points for batch, points in costs.items() if len(points) > 1}
+
+
+def _interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Interpolate linearly between points (x, y) in order of x.
+
+    Beyond the last point, continue the last line, but do not let it fall.
+
+    >>> _interpolated([(0, 1.0), (1, 1.5), (3, 2.0)], 2), _interpolated([(0, 1.0), (1, 1.5), (3, 2.0)], 5)
+    (1.75, 2.5)
+    """
+    lines = list(pairwise(points))
+    (x0, y0), (x1, y1) = next((line for line in lines if at <= line[1][0]), lines[-1])
+    return max(y0 + (at - x0) * (y1 - y0) / (x1 - x0), y1 if at > x1 else 0.0)
+
+
+def _range(values: Sequence[str]) -> str:
+    return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
 def _with_depths(setup: Setup, gamma: int) -> str:
@@ -249,7 +294,7 @@ def better_objective(setup: Setup, records: Records) -> str | None:
     rate = _mean(records, "spec/acceptance_rate")
     if not setup.online or setup.objective != "hard_ce" or setup.mode not in ("rejection", "block"):
         return None
-    if rate is None or len(records) < RECENT:
+    if rate is None or len(_values(records, "spec/acceptance_rate")) < RECENT:
         return None
     return (
         f"the draft learns from sampled tokens (draft.objective=hard_ce) and {rate:.0%} of its tokens are "
@@ -343,8 +388,8 @@ def few_env_threads(setup: Setup, records: Records) -> str | None:
     if waiting < max(2 * running, running + 5) or busy > 0.7:
         return None
     return (
-        f"an attempt waits {waiting - running:.1f} s for one of env.threads={setup.env_threads}, is "
-        f"{running:.1f} s in it, while engines are idle {1 - busy:.0%} of the time: raise env.threads"
+        f"an attempt waits {waiting - running:.1f} s for one of env.threads={setup.env_threads} and "
+        f"runs {running:.1f} s in it, while engines are idle {1 - busy:.0%} of the time: raise env.threads"
     )
 
 
@@ -379,10 +424,11 @@ def few_workers(setup: Setup, records: Records) -> str | None:
     if share < 0.5 or busy < 0.7:
         return None
     gain = 1 / (1 - share / (setup.workers + 1)) - 1
+    where = "set cluster=ray and " if setup.inline else ""
     return (
         f"the trainer waits for rollouts {share:.0%} of a step while the engines generate {busy:.0%} of the "
-        f"time: raise rollout.workers={setup.workers} where processors or GPUs are free for it; one more "
-        f"brings up to {gain:.0%} more steps per hour"
+        f"time: {where}raise rollout.workers={setup.workers} where processors or GPUs are free for it; "
+        f"one more brings up to {gain:.0%} more steps per hour"
     )
 
 

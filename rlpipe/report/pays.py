@@ -8,15 +8,14 @@ depth k in the run's last steps.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlpipe.diagnosis.breakdown import step_seconds
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.details import table
 from rlpipe.spec.gamma import break_even_acceptance
 
-COST = re.compile(r"spec/step_seconds/batch_(\d+)/gamma_(\d+)")
 LAST_STEPS = 20  # number of last steps over which acceptance is averaged
 EVEN = 0.02  # a smaller gain or loss is reported as even
 
@@ -88,11 +87,7 @@ def pays(costs: Mapping[tuple[int, int], float], rates: list[float]) -> list[Pay
 
 def run_pays(run: RunData) -> list[Pay]:
     """Return the comparisons for a run; [] if it has no step times or no drafts."""
-    costs = {}
-    for name in run.names():
-        if (match := COST.fullmatch(name)) and (values := run.series(name)[1]):
-            costs[int(match[1]), int(match[2])] = values[-1]
-
+    costs = step_seconds(run.records)
     rates: list[float] = []
     while values := run.series(f"spec/acceptance_rate/depth_{len(rates) + 1}")[1]:
         last = values[-LAST_STEPS:]

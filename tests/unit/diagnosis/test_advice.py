@@ -84,6 +84,48 @@ def test_gamma_is_judged_by_tokens_per_cost(by_depth, cost, gamma):
         assert f"spec.gamma={gamma}" in text and ("large" if gamma < 3 else "small") in text
 
 
+def seconds(batch, *by_gamma):
+    return {f"spec/step_seconds/batch_{batch}/gamma_{gamma}": s for gamma, s in by_gamma}
+
+
+@pytest.mark.parametrize(
+    ("batch_8", "said"),
+    [
+        # 3.88 tokens become 4.80, and steps last 1.4 / 1.3 as long at 1 row, 1.8 / 1.6 as long at 8 rows.
+        (
+            ((0, 2.0), (1, 2.4), (3, 3.2)),
+            "10% to 15% faster by the step times measured at batch size 1 to 8 and gamma 0 to 3: ",
+        ),
+        (((0, 2.0), (1, 6.0), (3, 14.0)), None),  # at 8 rows a fourth draft makes decoding slower
+        (((0, 2.0),), "15% faster by the step times measured at batch size 1 and gamma 0 to 3: "),
+    ],
+)
+def test_gamma_is_judged_by_measured_costs_at_every_batch_size(batch_8, said):
+    first = seconds(1, (0, 1.0), (1, 1.1), (3, 1.3)) | seconds(8, *batch_8)
+    text = better_gamma(setup(mode="rejection", gamma=3), [first, *[rates(0.98, 0.98, 0.98)] * 3])
+    assert (said in text and "if a draft costs" not in text) if said else text is None
+
+
+def test_drafts_that_are_measured_to_cost_more_than_they_bring_are_advised_against():
+    records = [seconds(1, (0, 1.0), (1, 3.0), (3, 8.0)), *[rates(0.98, 0.98, 0.98)] * 3]
+    text = better_gamma(setup(mode="rejection", gamma=3), records)
+    assert (
+        "set spec.mode=none" in text
+        and "0.49 tokens per unit of decoding against 1 by the step times" in text
+    )
+
+
+def test_an_advisor_keeps_the_costs_that_only_the_first_record_has():
+    texts = []
+    advisor = Advisor(setup(mode="rejection", gamma=3), lambda _, **fields: texts.append(fields["text"]))
+    advisor.see(seconds(1, (0, 1.0), (1, 1.1), (3, 1.3)))
+    for _ in range(250):
+        advisor.see({})
+    for _ in range(3):
+        advisor.see(rates(0.98, 0.98, 0.98))
+    assert len(texts) == 1 and "by the step times measured at batch size 1 " in texts[0]
+
+
 @pytest.mark.parametrize(
     ("depths", "online", "said"),
     [
@@ -115,7 +157,15 @@ def test_more_workers_are_advised_where_busy_engines_bound_the_run(waiting, busy
     text = few_workers(from_settings({"rollout": {"workers": 2}}), [record] * 3)
     assert (text is not None) is said
     if said:  # a third of the wait goes: 8.3 s -> 5.5 s
-        assert "rollout.workers=2" in text and "up to 38% more steps" in text
+        assert ": raise rollout.workers=2" in text and "up to 38% more steps" in text
+
+
+def test_one_process_is_advised_to_leave_that_mode_before_it_adds_workers():
+    record = {"timing_s/wait_rollout": 8.3, "timing_s/step": 10.0, "perf/utilisation/rollout": 0.9}
+    settings = {"rollout": {"workers": 1}, "cluster": {"mode": "inline"}}
+    assert ": set cluster=ray and raise rollout.workers=1" in few_workers(
+        from_settings(settings), [record] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +254,7 @@ def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(wai
     }
     text = advise(threads, [seen] * 3).get("few_env_threads")
     assert (text is not None) == speaks
-    assert text is None or "env.threads=2" in text
+    assert text is None or "waits 8.0 s for one of env.threads=2 and runs 1.0 s in it" in text
 
 
 @pytest.mark.parametrize(
