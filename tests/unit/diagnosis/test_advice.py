@@ -235,6 +235,13 @@ def test_stale_engines_are_named_when_it_is_more_than_chance(gap, error, speaks)
     assert ("stale_engine" in found) is speaks
 
 
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_staleness_limit_is_only_to_be_lowered_where_it_can_be(limit):
+    settings = from_settings({"pipeline": {"max_staleness": limit}})
+    text = advise(settings, [{"probe/staleness": -0.1, "probe/staleness_se": 0.01}] * 3)["stale_engine"]
+    assert ("lower pipeline.max_staleness=2" in text) == (limit > 0) and "canary_failed" in text
+
+
 @pytest.mark.parametrize(("observed", "speaks"), [(0.8, True), (1.2, False)])
 def test_speculation_that_slows_down_is_advised_against(observed, speaks):
     found = advise(setup(mode="rejection", gamma=3), [{"spec/speedup_observed": observed}] * 3)
