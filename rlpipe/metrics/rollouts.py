@@ -125,7 +125,11 @@ def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> li
 
 
 def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return role, text and token span of every message, in order."""
+    """Return role, text and token span of every message, in order.
+
+    Messages that the model read at once have one span. A message of the assistant has one only if it was
+    sampled as part of the trajectory, so such a span always holds sampled tokens.
+    """
     # Consecutive tokens with equal mask values form one span (1: sampled, 0: prompt or observation).
     spans, start = [], 0
     for sampled, run in groupby(trajectory.loss_mask.tolist()):
@@ -133,15 +137,23 @@ def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
         spans.append((sampled, [start, start + length]))
         start += length
 
-    results = [span for sampled, span in spans if not sampled][1:]  # the first span is the prompt
-    actions = [span for sampled, span in spans if sampled]
+    contexts = iter([span for sampled, span in spans if not sampled])
+    actions = iter([span for sampled, span in spans if sampled])
+
     messages: list[dict[str, Any]] = []
-    for turn in trajectory.info.get("turns", []):
-        if "role" in turn:
-            messages.append(_message(turn["role"], turn["text"], [0, trajectory.prompt_length]))
-        else:
-            messages.append(_message("assistant", turn["action"], actions.pop(0) if actions else None))
-            messages.append(_message("tool", turn["observation"], results.pop(0) if results else None))
+    for has_role, run in groupby(trajectory.info.get("turns", []), key=lambda turn: "role" in turn):
+        if has_role:
+            span = next(contexts, None)
+            messages += [
+                _message(turn["role"], turn["text"], None if turn["role"] == "assistant" else span)
+                for turn in run
+            ]
+            continue
+
+        for turn in run:
+            messages.append(_message("assistant", turn["action"], next(actions, None)))
+            if "observation" in turn:
+                messages.append(_message("tool", turn["observation"], next(contexts, None)))
 
     return messages
 

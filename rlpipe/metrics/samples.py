@@ -7,6 +7,7 @@ answers before and after training can be compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TypedDict
 
 from rlpipe.types import Trajectory, TrajectoryStatus
@@ -15,7 +16,11 @@ _MAX_CHARACTERS = 600  # limit for the prompt, and also for the answer
 
 
 class Sample(TypedDict):
-    """split: held-out set. prompt: user's message. answer: model's last turn. reward: attempt's reward."""
+    """One answer of a held-out set.
+
+    split: held-out set. prompt: last message of the user before the model's first turn. answer: model's last
+    turn. reward: attempt's reward.
+    """
 
     split: str
     prompt: str
@@ -27,7 +32,8 @@ def first_sample(split: str, trajectories: Sequence[Trajectory]) -> Sample | Non
     """Return the first finished attempt of a held-out set that has texts; None if there is none."""
     for trajectory in trajectories:
         turns = trajectory.info.get("turns", [])
-        prompts = [turn["text"] for turn in turns if turn.get("role") == "user"]
+        opening = takewhile(lambda turn: "action" not in turn, turns)
+        prompts = [turn["text"] for turn in opening if turn.get("role") == "user"]
         answers = [turn["action"] for turn in turns if "action" in turn]
         if trajectory.status is TrajectoryStatus.COMPLETE and trajectory.reward is not None and answers:
             return Sample(

@@ -43,7 +43,8 @@ class AgentSession(Protocol):
 
     limit: "max_turns" or "context" once a request was refused because of this limit, else "". cut: whether a
     turn used up its tokens. failure: the engine's exception, if any; every later request is refused. texts:
-    texts of the turns, in order.
+    texts of the turns, in the order of generation. turns: after `close`, the messages of the trajectory's
+    conversations, {"role", "text"}, and the turns among them, {"action"}, in the order of its tokens.
     """
 
     address: AgentAddress
@@ -51,6 +52,7 @@ class AgentSession(Protocol):
     cut: bool
     failure: BaseException | None
     texts: list[str]
+    turns: list[dict[str, str]]
 
     async def close(self) -> None:
         """Refuse further requests, end running ones, and write all recorded data to the trajectory."""

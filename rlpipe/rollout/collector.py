@@ -477,6 +477,7 @@ class Collector:
                 raise
         finally:
             await session.close()
+            attempt.turns = [{key: text[:MAX_TEXT] for key, text in turn.items()} for turn in session.turns]
 
         attempt.cut |= session.cut
         if session.failure is not None:
@@ -486,7 +487,6 @@ class Collector:
 
         answer = answer if answer is not None else (session.texts or [""])[-1]
         step = step_of(await self._call(attempt, "step", episode.step, answer), last=True)
-        attempt.turns += [{"action": text[:MAX_TEXT], "observation": ""} for text in session.texts]
         attempt.actions = [answer]
         attempt.rewards = [0.0] * max(attempt.trajectory.num_turns - 1, 0) + [step.reward or 0.0]
         return step, ExitReason(session.limit or "done")

@@ -90,10 +90,12 @@ class Session:
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         self._on_close = on_close
-        self.address, self.limit, self.cut, self.texts = address, "", False, []
+        self.address, self.limit, self.cut = address, "", False
+        self.texts, self.turns = [], []
         self.failure: BaseException | None = None
         self._attempt, self._chat, self._parser = attempt, attempt.chat, parser
         self._segments: dict[int, Trajectory] = {}
+        self._segment_turns: dict[int, list[dict[str, str]]] = defaultdict(list)
         self._opened = 0  # segments that have a number; an abandoned segment stays empty
         self._by_key: dict[str, list[_Recorded]] = defaultdict(list)
         self._turns: list[_Recorded] = []
@@ -149,6 +151,7 @@ class Session:
             self._attempt.end_session(self._session_id(number))
             if number in self._segments:
                 trajectory.append_segment(self._segments[number])
+                self.turns += self._segment_turns[number]
 
         trajectory.info |= dict(self._counts)
         trajectory.info["segments"] = len(self._segments)
@@ -419,7 +422,9 @@ class Session:
             self._segments[plan.segment] = segment
 
         # Append the tokens between the last turn and this one.
-        segment.append_context(plan.prompt[len(segment.token_ids) :])
+        context = plan.prompt[len(segment.token_ids) :]
+        segment.append_context(context)
+        self._segment_turns[plan.segment] += [*self._new_messages(plan, context), {"action": raw}]
 
         # Do not record alternatives that only the client requested.
         top = result.top_logprobs and [each[: attempt.top_logprobs] for each in result.top_logprobs]
@@ -436,6 +441,15 @@ class Session:
         self.texts.append(raw)
         if key:
             self._by_key[key].append(turn)
+
+    def _new_messages(self, plan: _Plan, context: np.ndarray) -> list[dict[str, str]]:
+        """Return role and text of the messages that a plan adds to its segment. context: their tokens."""
+        if plan.messages is None:  # the client sent ids, so the roles are not known
+            return [{"role": "tokens", "text": self._chat.decode(context.tolist())}]
+
+        before = plan.after.messages if plan.after is not None and plan.extends else None
+        new = plan.messages[len(before or []) :]
+        return [{"role": message["role"], "text": _text(message)} for message in new]
 
     def _reply(
         self, plan: _Plan, result: GenerateResult, parsed: ParsedTurn, calls: list[Call], request: ChatRequest
@@ -460,6 +474,12 @@ class Session:
             prompt_tokens=len(plan.prompt),
             cached_tokens=plan.after.length if plan.after else 0,
         )
+
+
+def _text(message: Message) -> str:
+    """Return the content of a message and its tool calls as one text."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
+    return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
 def _keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,13 @@ def test_a_sample_has_the_last_answer_of_the_first_attempt():
     assert sample == {"split": "short", "prompt": "What is bread?", "answer": "It is food.", "reward": 1.0}
 
 
+def test_later_messages_of_an_agent_are_not_the_prompt():
+    of_agent = attempt(["Food?"])
+    of_agent.info["turns"] += [{"role": "user", "text": "Check it."}, {"action": "Food."}]
+    sample = first_sample("short", [of_agent])
+    assert sample is not None and (sample["prompt"], sample["answer"]) == ("What is bread?", "Food.")
+
+
 def test_masked_attempts_and_those_without_a_turn_are_passed_over():
     masked = attempt(["lost"], reward=None, status=TrajectoryStatus.MASKED)
     sample = first_sample("short", [masked, attempt([]), attempt(["Food."], reward=0.0)])

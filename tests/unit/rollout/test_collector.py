@@ -5,6 +5,7 @@ import gc
 import re
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,12 +149,21 @@ class EchoEpisode:
 
 
 def collector(
-    engine, suite, *, retries=2, threads=2, step_timeout_s=600, top_logprobs=0, kv_budget=None, **rollout
+    engine,
+    suite,
+    *,
+    retries=2,
+    threads=2,
+    step_timeout_s=600,
+    top_logprobs=0,
+    kv_budget=None,
+    agents=None,
+    **rollout,
 ):
     settings = RolloutConfig(**({"max_context": 200, "max_new_tokens": 20, "temperature": 0.7} | rollout))
     env = EnvConfig(retries=retries, threads=threads, step_timeout_s=step_timeout_s)
     parts = {"engine": engine, "suite": suite, "chat": LetterChat(), "rollout": settings, "env": env}
-    return Collector(**parts, top_logprobs=top_logprobs, kv_budget=kv_budget)
+    return Collector(**parts, top_logprobs=top_logprobs, kv_budget=kv_budget, agents=agents)
 
 
 def collect(engine, suite, group_size=1, seed=5, **settings):
@@ -282,6 +292,29 @@ def test_async_steps_are_awaited_and_their_errors_are_the_environments():
         ScriptedEngine(["a"]), Steps(*[InfrastructureError("down")] * 3, is_async=True)
     ).trajectories
     assert (trajectory.info["exit_reason"], trajectory.info["retries"]) == ("infrastructure", 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_record_of_an_agent_has_all_messages_even_if_the_agent_fails(fails):
+    turns = [{"role": "user", "text": "p" * 3000}, {"action": "yes"}]
+
+    class Agents:
+        async def open(self, attempt):
+            async def close():
+                session.turns = turns
+
+            session = SimpleNamespace(close=close, turns=[], texts=["yes"], limit="", cut=False, failure=None)
+            session.address = None
+            return session
+
+    class Agent(Steps):
+        def run_agent(self, address):
+            if fails:
+                raise KeyError("answer")
+
+    [trajectory] = collect(ScriptedEngine([]), Agent(1.0), agents=Agents()).trajectories
+    assert (trajectory.status is TrajectoryStatus.MASKED) == fails
+    assert trajectory.info["turns"] == [{"role": "user", "text": "p" * 2000}, {"action": "yes"}]
 
 
 class Compared(Steps):

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from rlpipe.metrics.rollouts import turn_pieces
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.serve.requests import ApiError, ChatRequest
 from tests.helpers.agents import CALL, TOOL, Sampler, assert_recorded, open_session, templates, tokenizer_for
@@ -95,6 +96,47 @@ def test_a_branch_has_the_recorded_ids_as_context_so_that_each_is_trained_once(c
     assert np.array_equal(branch.token_ids[:end], trajectory.token_ids[:end])
     assert not branch.loss_mask[:end].any() and trajectory.loss_mask[:end].any()
     assert len(sampler.sampled) == 3
+
+
+def test_the_record_has_every_message_with_its_role_text_and_tokens(chatml):
+    chat, vocab = chatml
+    sampler = Sampler(chat, vocab)
+    sampler.texts = ["one", f"I read. {CALL}", "three", "four"]
+    session = open_session(chat, sampler)
+
+    async def play():
+        history = [{"role": "system", "content": "be good"}, user("a")]
+        (first,) = await session.chat(ChatRequest(messages=history))
+        history += [said(first), user("Check it.")]
+        await session.chat(ChatRequest(messages=history))
+        await session.chat(ChatRequest(messages=[*history[:2], {**said(first), "content": "two"}, user("d")]))
+        await session.tokens(chat.encode("hello"))
+        await session.close()
+
+    asyncio.run(play())
+    trajectory = session._attempt.trajectory
+    trajectory.info["turns"] = session.turns
+    pieces = turn_pieces(trajectory)
+
+    opening = [("system", "be good"), ("user", "a")]
+    assert [(piece["role"], piece["text"]) for piece in pieces] == [
+        *opening,
+        ("assistant", "one"),
+        ("user", "Check it."),
+        ("assistant", f"I read. {CALL}"),
+        *opening,  # a further conversation, because the history was edited
+        ("assistant", "two"),
+        ("user", "d"),
+        ("assistant", "three"),
+        ("tokens", "hello"),
+        ("assistant", "four"),
+    ]
+    assert pieces[7]["span"] is None  # this turn of the assistant was not sampled
+    ids = trajectory.token_ids.tolist()
+    for piece in pieces[:7] + pieces[8:]:
+        begin, end = piece["span"]
+        assert piece["text"] in chat._text(ids[begin:end])
+        assert (trajectory.loss_mask[begin:end] == (piece["role"] == "assistant")).all()
 
 
 def test_alternatives_of_one_request_are_segments_with_seeds_of_their_own(chatml):
