@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Awaitable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _CLOSING_S = 2.0  # time limit for cancelled coroutines to end
@@ -55,7 +55,16 @@ class UserLoop:
         loop.call_soon_threadsafe(loop.stop)
 
 
+def retrieve(ended: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of a task whose caller may have been cancelled; otherwise asyncio prints it."""
+    if not ended.cancelled():
+        ended.exception()
+
+
 async def _awaited(awaitable: Awaitable[T]) -> T:
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine of a loop runs in a task"
+    task.add_done_callback(retrieve)
     return await awaitable
 
 

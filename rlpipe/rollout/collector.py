@@ -47,6 +47,7 @@ from rlpipe.envs.contract import (
     recorded_info,
     step_of,
 )
+from rlpipe.envs.user_loop import retrieve
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.agents import AgentAttempt, AgentEndpoint
 from rlpipe.rollout.attempt import MAX_TEXT, Attempt, EnvironmentRaised, ExitReason, Masked, Task
@@ -395,8 +396,7 @@ class Collector:
         A cancelled attempt frees its sandbox too: the call continues, but nothing waits for it.
         """
         closing = asyncio.ensure_future(self._call(attempt, "close", close_episode, episode))
-        # Retrieve the exception even if no caller waits any more; otherwise asyncio prints it.
-        closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
+        closing.add_done_callback(retrieve)
         await asyncio.wait({closing}, timeout=limit)
         if limit is None:
             await closing

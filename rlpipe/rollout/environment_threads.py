@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.running import line_of_coroutine, line_of_thread
-from rlpipe.envs.user_loop import UserLoop
+from rlpipe.envs.user_loop import UserLoop, retrieve
 from rlpipe.types import RunStopped
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class EnvironmentThreads:
     async def result_of(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
         """Like `call`, but for a coroutine of the environment, which needs no thread."""
         task = asyncio.ensure_future(self._user_loop.result_of(coroutine))
+        task.add_done_callback(retrieve)
         running = _Coroutine(coroutine, name, self._user_loop)
         self._running[task] = running
         try:
@@ -131,10 +132,7 @@ class EnvironmentThreads:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task)
         self._slots.release()
-
-        # Ignore a failure that nothing awaits, as the caller may have been cancelled.
-        if not task.cancelled():
-            task.exception()
+        retrieve(task)
 
 
 class _Thread:

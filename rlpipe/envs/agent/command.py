@@ -33,6 +33,7 @@ from rlpipe.envs.base import AgentAddress, InfrastructureError
 from rlpipe.envs.sandbox import CommandResult, check_sandbox
 from rlpipe.envs.sandbox.tree import Entry, File, Tree, TreeLimits, TreeTooLarge, read_tree
 from rlpipe.envs.sandbox.visible import environment_of
+from rlpipe.envs.user_loop import retrieve
 
 FILES = "/agent"  # folder in the sandbox with the agent's files and the task
 _MAX_OUTPUT = 1 << 20  # maximum number of bytes read from stdout and from stderr; later bytes are dropped
@@ -146,6 +147,7 @@ class SandboxedCommand:
                 "words": self._words,
             }
             run = loop.run_in_executor(_threads, self._run, tree, task, order, over)
+            run.add_done_callback(retrieve)
             reads = [asyncio.ensure_future(pipe.text()) for pipe in (output, errors)]
             try:
                 await _attached(channel, address, run)

@@ -294,25 +294,31 @@ def test_async_steps_are_awaited_and_their_errors_are_the_environments():
     assert (trajectory.info["exit_reason"], trajectory.info["retries"]) == ("infrastructure", 2)
 
 
+class Agents:
+    """An endpoint whose sessions have these turns once they are closed."""
+
+    def __init__(self, turns):
+        self.turns = turns
+
+    async def open(self, attempt):
+        async def close():
+            session.turns = self.turns
+
+        session = SimpleNamespace(close=close, turns=[], texts=["yes"], limit="", cut=False, failure=None)
+        session.address = None
+        return session
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_record_of_an_agent_has_all_messages_even_if_the_agent_fails(fails):
     turns = [{"role": "user", "text": "p" * 3000}, {"action": "yes"}]
-
-    class Agents:
-        async def open(self, attempt):
-            async def close():
-                session.turns = turns
-
-            session = SimpleNamespace(close=close, turns=[], texts=["yes"], limit="", cut=False, failure=None)
-            session.address = None
-            return session
 
     class Agent(Steps):
         def run_agent(self, address):
             if fails:
                 raise KeyError("answer")
 
-    [trajectory] = collect(ScriptedEngine([]), Agent(1.0), agents=Agents()).trajectories
+    [trajectory] = collect(ScriptedEngine([]), Agent(1.0), agents=Agents(turns)).trajectories
     assert (trajectory.status is TrajectoryStatus.MASKED) == fails
     assert trajectory.info["turns"] == [{"role": "user", "text": "p" * 2000}, {"action": "yes"}]
 
@@ -709,6 +715,33 @@ def test_an_environment_that_fails_to_close_behind_a_cancelled_attempt_is_not_re
 
     asyncio.run(asyncio.wait_for(play(), 20))
     assert closing.is_set() and reported == []
+
+
+def test_an_agent_that_fails_because_it_was_cancelled_is_not_reported_by_asyncio(caplog):
+    running = threading.Event()
+
+    class Agent(Steps):
+        async def run_agent(self, address):
+            try:
+                running.set()
+                await asyncio.Event().wait()
+            finally:
+                raise RuntimeError("the sandbox was ended")
+
+    async def play():
+        suite = Agent()
+        one = collector(ScriptedEngine([]), suite, agents=Agents([]))
+        attempt = asyncio.create_task(one.collect(Prompt(instance_id="i", group_id="g"), 1))
+        await asyncio.to_thread(running.wait, 10)
+
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+        await one.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+    gc.collect()
+    assert running.is_set() and [record.getMessage() for record in caplog.records] == []
 
 
 def test_stream_seeds_are_stable_across_processes_and_versions():
