@@ -78,7 +78,7 @@ class Reader:
     def columns(self) -> str:
         """Return a text that names the columns of prompts and answers."""
         answers = self.answer_column or ("reward_model.ground_truth" if _is_verl(self._rows) else "none")
-        return f"prompt: {self.prompt_column or 'data.template'}, answer: {answers}"
+        return f"prompt: {self.prompt_column or 'from data.template'}, answer: {answers}"
 
     def __getitem__(self, index: int) -> Example:
         """Return the example of a row. Raises ValueError with the row's location if it is invalid."""

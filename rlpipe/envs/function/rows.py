@@ -61,6 +61,11 @@ def read_rows(data: DataConfig, setting: str, name: str) -> Rows:
     """Open the data set that a setting of `data` names. Raises ValueError with file, line and hint."""
     where = f"{setting}={name}"
     if name.startswith(SPLIT_PREFIX):
+        if resolve(data.train).is_file():
+            raise ValueError(
+                f"{where}: data.train={data.train} is a file and has no splits: name a file, or a share "
+                "of its rows, as in data.held_out=0.1."
+            )
         return _hugging_face(where, data.train, data.subset, name.removeprefix(SPLIT_PREFIX))
 
     path = resolve(name)

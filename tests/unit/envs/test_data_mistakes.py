@@ -239,6 +239,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"held_out": "split:train"},
         ["split:train", "what was trained on"],
     ),
+    "split of a file": (
+        {},
+        {"held_out": "split:test"},
+        ["data.held_out=split:test", "data.train=train.jsonl is a file", "data.held_out=0.1"],
+    ),
     "misspelt held-out file": (
         {},
         {"held_out": "tset.jsonl"},
@@ -657,6 +662,12 @@ def test_what_is_no_fault_but_worth_knowing_is_said(name, tmp_path, monkeypatch)
     other = {"split.jsonl": lines([{"prompt": "other", "answer": "1"}])}
     notes = launch(tmp_path, files | other, **data)
     assert any(all(part in note for part in parts) for note in notes), notes
+
+
+def test_a_note_names_the_template_as_the_origin_of_the_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (note,) = launch(tmp_path, {}, template="Question: {prompt}")
+    assert "(prompt: from data.template, answer: answer)" in note
 
 
 def test_what_is_in_order_is_not_complained_of(tmp_path, monkeypatch):
