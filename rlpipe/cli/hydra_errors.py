@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -150,14 +151,19 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         return _missing(error, arguments)
     if isinstance(error, OverrideParseException):
         lines = [line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See "))]
-        return (
-            f"{error.override!r} cannot be read ({''.join(lines[:1]).partition('expecting')[0].strip()}): "
-            "write key=value, a list as [a,b], and quote what holds brackets or commas: key=\"'a, b'\"."
-        )
+        why = "".join(lines[:1]).partition("expecting")[0].strip()
+        key, equals, value = (error.override or "").partition("=")
+        hint = "write key=value, a list as [a,b], and quote what holds brackets or commas: key=\"'a, b'\""
+        if equals and _is_text(key):
+            hint = f"write {_quoted(key, value)}"
+        return f"{error.override!r} cannot be read ({why}): {hint}."
     if named := re.match(r"Ambiguous value for argument '([^=]+)=(.*?)'", first):
+        hint = f"write a list as {named[1]}=[{named[2]}]"
+        if _is_text(named[1]):
+            hint = f"write a text with a comma as {_quoted(named[1], named[2])}"
         return (
             f"{named[1]}={named[2]} has several values: add --multirun for one run with each of them, or "
-            f"write a list as {named[1]}=[{named[2]}]."
+            f"{hint}."
         )
     if named := re.search(r"Multiple values for (\S+?)\.", str(error)):
         given = [word for word in arguments if word.lstrip("+").startswith(f"{named[1]}=")]
@@ -197,6 +203,21 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     return (
         f"{_place(error)}{first.rstrip('.')}. Correct it; {_ALL}." if type(error) is not ValueError else text
     )
+
+
+def _is_text(key: str) -> bool:
+    """Return whether a setting is a text, not a choice among names."""
+    return type(dict(settings()).get(key.lstrip("+"))) is str
+
+
+def _quoted(key: str, value: str) -> str:
+    """Return an argument for the shell that Hydra reads as one text.
+
+    >>> print(_quoted("data.system", "Think first, then answer."))
+    'data.system="Think first, then answer."'
+    """
+    text = value.replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{text}"')
 
 
 def _place(error: Exception) -> str:

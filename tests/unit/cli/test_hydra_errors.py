@@ -1,5 +1,8 @@
 """Command lines: settings and options in any order."""
 
+import re
+import shlex
+
 import pytest
 from hydra._internal.utils import get_args_parser
 
@@ -52,6 +55,23 @@ def test_doctor_takes_the_folder_of_a_recipe_as_run_does(recipe_folder, monkeypa
     monkeypatch.setattr(doctor, "show", lambda findings: None)
     assert doctor.main(["+recipe=mine", "--config-dir", str(recipe_folder), "run.steps=3"]) == 0
     assert seen[0][0].env.suite == "user:make" and seen[0][0].run.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.template", "Question: {question}"),
+        ("data.system", "Think first, then answer."),
+        ("data.system", """Don't say "why", answer."""),
+    ],
+)
+def test_a_text_that_hydra_splits_or_cannot_read_is_answered_with_an_argument_that_works(key, text):
+    with pytest.raises(ValueError) as refused:
+        config_of(["+recipe=swe_rl", f"{key}={text}"])
+
+    (argument,) = shlex.split(re.search(rf"'{key}=\".*\"'", str(refused.value))[0])
+    config, _ = config_of(["+recipe=swe_rl", argument])
+    assert getattr(config.data, key.partition(".")[2]) == text
 
 
 @pytest.mark.parametrize("word", ["env.options={tasks: [a]}", "env.options.tasks=[a]"])
