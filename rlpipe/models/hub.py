@@ -190,6 +190,8 @@ def _refusal(error: Exception, where: str, repo: str, revision: str) -> ValueErr
         private = f"correct the id, or, if it is private, {login}"
         if "HF_TOKEN" in os.environ or status == 403:
             private = "correct the id, or use a token (HF_TOKEN, `hf auth login`) that may read it"
+        if _may_be_folder(repo):
+            private = f"download the model to that folder first ({_downloading(repo)}), {private}"
         return ValueError(
             f"{where}: there is no folder {Path(repo).resolve()}, and {_endpoint()} has no model {repo} that "
             f"this account can read ({status}): {private}."
@@ -204,12 +206,27 @@ def _refusal(error: Exception, where: str, repo: str, revision: str) -> ValueErr
 
 def _absent(where: str, repo: str, setting: str, why: str) -> ValueError:
     name = repo.partition("/")[2]
+    if _may_be_folder(repo):
+        return ValueError(
+            f"{where}: there is no folder {Path(repo).resolve()}: download the model there first "
+            f"({_downloading(repo)}). If {repo} is an id of the hub: it has no complete copy in {_cache()}, "
+            f"and {why}."
+        )
     return ValueError(
         f"{where}: there is no folder {Path(repo).resolve()} and no complete copy in {_cache()}, and {why}. "
         f"With a network the same command downloads what is missing. Otherwise run `hf download "
         f"{repo} --local-dir {name}` where there is one, copy the folder and set {setting}=./{name}, or set "
         "HF_ENDPOINT to a mirror."
     )
+
+
+def _may_be_folder(repo: str) -> bool:
+    """Return whether `repo` names a place in a folder that exists, such as models/NAME beside models/."""
+    return Path(repo).parent.is_dir()
+
+
+def _downloading(folder: str) -> str:
+    return f"`hf download ORG/{Path(folder).name} --local-dir {folder}`"
 
 
 def _endpoint() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -207,6 +208,17 @@ def test_unknown_ids_revisions_and_gated_models_are_refused_with_what_to_do(hub,
         resolve_model(REPO)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert (resolve_model(REPO) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_name_in_a_folder_that_exists_is_answered_with_the_download_to_it(hub, monkeypatch, offline):
+    Path("models").mkdir()
+    if offline:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"there is no folder .*models/mine.* download the model") as refused:
+        resolve_model("models/mine")
+    assert "`hf download ORG/mine --local-dir models/mine`" in str(refused.value)
+    assert "hf download models/mine" not in str(refused.value)
 
 
 def test_rlpipe_fetch_fills_the_cache_or_copies_the_model(hub, model, tmp_path, monkeypatch, capsys):
