@@ -21,6 +21,14 @@ class InfrastructureError(RuntimeError):
     """The environment failed, not the model: the attempt is retried, and masked if it fails again."""
 
 
+class AgentFailed(RuntimeError):
+    """The program of an agent failed. place: "file:line" of the failure in it, or what names the program."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 @dataclass(slots=True, kw_only=True)
 class StepResult:
     """Outcome of one action.

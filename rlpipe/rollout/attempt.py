@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlpipe.config.user_code import raised_at
-from rlpipe.envs.base import InfrastructureError, StepResult
+from rlpipe.envs.base import AgentFailed, InfrastructureError, StepResult
 from rlpipe.envs.contract import observation_text
 from rlpipe.metrics.spans import Lane
 from rlpipe.rollout.environment_threads import EnvironmentHung
@@ -121,8 +121,8 @@ class EnvironmentRaised(Exception):
 
 
 def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
-    """Return the failure in one line, and the innermost line of user code in the traceback."""
+    """Return the failure in one line, and the innermost line of user code."""
     text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
-    if isinstance(error, EnvironmentHung):
+    if isinstance(error, (AgentFailed, EnvironmentHung)):
         return {"error": text[:_MAX_ERROR], "place": error.place}
     return {"error": text[:_MAX_ERROR], "place": raised_at(error)}

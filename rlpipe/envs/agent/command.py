@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -29,7 +30,7 @@ from urllib.parse import urlsplit
 
 from rlpipe.config.env import EnvConfig, SandboxBackend
 from rlpipe.config.limits import did_you_mean
-from rlpipe.envs.base import AgentAddress, InfrastructureError
+from rlpipe.envs.base import AgentAddress, AgentFailed, InfrastructureError
 from rlpipe.envs.sandbox import CommandResult, check_sandbox
 from rlpipe.envs.sandbox.tree import Entry, File, Tree, TreeLimits, TreeTooLarge, read_tree
 from rlpipe.envs.sandbox.visible import environment_of
@@ -131,8 +132,8 @@ class SandboxedCommand:
     ) -> tuple[str | None, Tree]:
         """Run the command in a work tree; return its output and the tree as the command left it.
 
-        Raises RuntimeError with the end of stderr if the command fails, and InfrastructureError if the
-        sandbox fails.
+        Raises AgentFailed with the end of stderr if the command fails, and InfrastructureError if the sandbox
+        fails.
         """
         over, loop = threading.Event(), asyncio.get_running_loop()
         with contextlib.ExitStack() as parent_ends, contextlib.ExitStack() as child_ends:
@@ -163,9 +164,10 @@ class SandboxedCommand:
             why = f" ({result.exceeded})" if result.exceeded else ""
             error_text = error_text.strip() or result.output.strip()
             last = error_text.rpartition("\n")[2]  # the error; first, because long messages are cut
-            raise RuntimeError(
+            raise AgentFailed(
                 f"{self._words[0]} ended with status {result.exit_code}{why}: {last}\n"
-                f"{error_text[-_MAX_ERRORS:]}"
+                f"{error_text[-_MAX_ERRORS:]}",
+                _place(error_text) or self._where,
             )
         return printed.strip() or None, left
 
@@ -186,8 +188,8 @@ class SandboxedCommand:
                 )
                 return result, box.tree()
             except TreeTooLarge:
-                raise RuntimeError(
-                    f"{self._where}: the files that it left are over env.sandbox.tree_mb."
+                raise AgentFailed(
+                    f"{self._where}: the files that it left are over env.sandbox.tree_mb.", self._where
                 ) from None
             finally:
                 box.cleanup()
@@ -213,6 +215,16 @@ class SandboxedCommand:
             "RLPIPE_TASK": f"{FILES}/task.json",
             "PATH": self._path,
         }
+
+
+def _place(errors: str) -> str:
+    """Return "file:line" of the last frame of the agent's files in Python's tracebacks; "" without one.
+
+    >>> _place('  File "/agent/mine.py", line 5, in solve\\n  File "/usr/lib/json.py", line 9, in loads')
+    '/agent/mine.py:5'
+    """
+    frames = re.findall(rf'^ *File "({FILES}/.+?)", line (\d+)', errors, re.MULTILINE)
+    return ":".join(frames[-1]) if frames else ""
 
 
 async def _attached(channel: socket.socket, address: AgentAddress, run: asyncio.Future[Any]) -> None:
