@@ -7,6 +7,7 @@ sink delays the start of a run.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import uuid
@@ -123,6 +124,9 @@ class WandbSink:
                 "upload later with `wandb sync`."
             )
         provide_home()
+        # W&B advertises Weave when an agent has imported a client such as openai.
+        if importlib.util.find_spec("weave") is None:
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         import wandb
 
         # Without a key, W&B would wait for a login; offline files can be uploaded later.

@@ -133,6 +133,24 @@ def test_records_go_online_only_when_wanted_and_possible(
     assert seen[0]["id"] == seen[1]["id"] and seen[0]["dir"] == tmp_path
 
 
+def test_an_agent_that_uses_openai_brings_no_advertisement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    import wandb
+    from wandb.integration.weave import init_weave_if_imported
+
+    def init(**_: object) -> SimpleNamespace:
+        init_weave_if_imported("entity", "project")  # as the real one does
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", "")  # restored afterwards
+    monkeypatch.delenv("WANDB_DISABLE_WEAVE")
+    monkeypatch.setitem(__import__("sys").modules, "openai", SimpleNamespace())
+    monkeypatch.setattr(wandb, "init", init)
+    WandbSink(run_dir=tmp_path, mode=WandbMode.OFFLINE, project="p", group="", config={}).open()
+    assert "Weave" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mode", [WandbMode.AUTO, WandbMode.ONLINE])
 def test_a_key_that_the_server_refuses_costs_one_line_and_the_run_is_recorded_offline(
     mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
