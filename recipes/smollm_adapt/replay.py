@@ -16,8 +16,8 @@ under rejection also on its answers to prompts of kinds that RL does not train o
 The split attributes a part of the frozen draft's change to the fall of entropy: the slope over contexts
 within texts before RL, times the change of entropy. The remainder is mismatch (Bebop Eq. 16).
 
-An arm's learning rate is the best for the first run, on held-out answers other than those of the result;
-hard CE is also trained at the rate of end-to-end TV.
+An arm's learning rate is the best in the mean over all runs, on held-out answers other than those of the
+result; hard CE is also trained at the rate of end-to-end TV.
 The unit of every interval is the RL run (Student's, 95%, paired). A finished cell is not repeated. Writes
 replay.json and the picture.
 """
@@ -187,8 +187,11 @@ def main() -> None:
         if arm in RATE_OF:
             lr = results["rates"][RATE_OF[arm]]["lr"]
         elif kind is not None:
-            tried = {lr: cell(kind, 0, lr=lr, seed=SWEEP_SEED)[-1]["rejection"] for lr in args.lrs}
-            results["rates"][arm] = choose_rate(tried)
+            tried = {
+                lr: [cell(kind, run, lr=lr, seed=SWEEP_SEED)[-1]["rejection"] for run in range(len(lines))]
+                for lr in args.lrs
+            }
+            results["rates"][arm] = choose_rate({lr: float(np.mean(ends)) for lr, ends in tried.items()})
             lr = results["rates"][arm]["lr"]
         cells[arm] = [cell(kind, run, lr=lr, seed=run) for run in range(len(lines))]
         results["ends"][arm] = [round(run[-1]["rejection"], 4) for run in cells[arm]]

@@ -86,7 +86,7 @@ class Shard:
         return tensor.chunk(size)[rank]
 
     def slices(self, tensors: Parts, part: Part) -> Parts:
-        """Select the part that this rank stores of each Hugging Face tensor of one weight."""
+        """Cut the Hugging Face tensors of one weight to the parts that this rank stores."""
         layout = part.layout
         if layout is Layout.DELTA:
             assert self.delta is not None
