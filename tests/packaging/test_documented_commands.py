@@ -58,6 +58,7 @@ NOT_RUN = {
     "python recipes/eagle3/rl_study.py": HOURS,
     "python recipes/mtp_adapt/speed.py": "a bench, of drafts that were adapted before",
     "python recipes/jackpot/decoupled.py": HOURS,
+    "python -m recipes.smollm_adapt.along": "half an hour; test_smollm_along plays its figures",
     "python -m recipes.jackpot.servers": "minutes, with servers; test_jackpot_servers plays its figures",
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,

@@ -154,6 +154,26 @@ def replay(r: Any) -> str:
     )
 
 
+def along(r: Any) -> str:
+    """Report runs with drafts that are frozen or trained during RL: acceptance, step time and the split."""
+    titles = list(next(iter(r["arms"].values()))["figures"])
+    rows = [
+        [arm, *("{:.2f} to {:.2f}".format(*run["figures"][title]) for title in titles)]
+        for arm, run in r["arms"].items()
+    ]
+    parts = ("total", "entropy", "mismatch", "contexts")
+    split = [
+        [arm, *(with_interval(run["split"][part]) if part in run["split"] else "–" for part in parts)]
+        for arm, run in r["arms"].items()
+    ]
+    steps = next(iter(r["arms"].values()))["steps"]
+    return (
+        f"{table(['first to last third', *titles], rows)}\n\n{table(['change of acceptance', *parts], split)}"
+        f"\n\nOne run of {steps} steps per arm; intervals of the split are over the contexts and steps of a "
+        "run, not over runs."
+    )
+
+
 def pools(r: Any) -> str:
     """Compare pools of answers to train a draft on, with a frozen draft and with one another."""
     rows = []
@@ -168,7 +188,7 @@ def pools(r: Any) -> str:
                 difference(rejection, "frozen", "runs"),
                 difference(rejection, "e2e TV, all", "runs"),
                 difference(rejection, "online", "runs"),
-                difference(row["out of domain"], "frozen", "runs"),
+                difference(row.get("out of domain", {}), "frozen", "runs"),
             ]
         )
     head = ["trained on", "answers", "accepted of 3", "minus frozen", "minus e2e TV, all"]
