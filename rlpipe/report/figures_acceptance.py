@@ -130,12 +130,12 @@ def _accepted(runs: Sequence[RunData]) -> Figure:
             )
 
     return Figure(
-        title="Drafts kept by a verify step",
-        note="Share of the verify steps of the run. Many that keep all: a larger gamma may pay.",
+        title="Drafts accepted by a verify step",
+        note="Share of the verify steps of the run. If many steps accept all drafts, a larger gamma may pay.",
         traces=traces,
         layout={
             "hovermode": "closest",
-            "xaxis": {"title": {"text": "drafts kept"}, "dtick": 1},
+            "xaxis": {"title": {"text": "drafts accepted"}, "dtick": 1},
             "yaxis": {"title": {"text": "share of verify steps"}, "rangemode": "tozero"},
         },
         section=ACCEPTANCE,

@@ -32,7 +32,14 @@ def test_one_command_draws_console_and_report_of_a_run(tmp_path):
         assert len(picture.getcolors()) > 20  # text and plots, not an empty page
 
 
-@pytest.mark.parametrize("name", ["console.svg", "report.png"])
+def test_a_section_of_the_report_is_drawn_by_its_name(tmp_path):
+    run = make_long_run(tmp_path / "run", steps=26, per_step=1, tokens=8)
+    command = [sys.executable, ROOT / "scripts" / "draw_pictures", run, "--section", "training"]
+    subprocess.run([*command, "--out", tmp_path / "pictures"], check=True, timeout=120)
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["training.png"]
+
+
+@pytest.mark.parametrize("name", ["console.svg", "report.png", "acceptance.png", "why-acceptance-moved.png"])
 def test_the_committed_pictures_are_small_and_load_nothing(name):
     content = (ROOT / "docs" / "pictures" / name).read_bytes()
     assert len(content) < 200_000

@@ -346,7 +346,7 @@ def test_depths_of_several_runs_differ_in_dash_and_runs_in_colour(tmp_path: Path
 
 
 def test_drafts_kept_are_shares_of_the_whole_run(tmp_path: Path) -> None:
-    (bars,) = figure_of([drafting(tmp_path)], "Drafts kept by a verify step").traces
+    (bars,) = figure_of([drafting(tmp_path)], "Drafts accepted by a verify step").traces
     assert bars["x"] == [0, 1] and bars["y"] == [0.25, 0.75]
 
 
