@@ -188,7 +188,7 @@ def pools(r: Any) -> str:
                 difference(rejection, "frozen", "runs"),
                 difference(rejection, "e2e TV, all", "runs"),
                 difference(rejection, "online", "runs"),
-                difference(row.get("out of domain", {}), "frozen", "runs"),
+                difference(row["out of domain"], "frozen", "runs"),
             ]
         )
     head = ["trained on", "answers", "accepted of 3", "minus frozen", "minus e2e TV, all"]
