@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from rlpipe.config.run import ClusterMode, Config
-from rlpipe.diagnosis.breakdown import STEP_SECONDS, lookups, step_seconds
+from rlpipe.diagnosis.breakdown import lookups
+from rlpipe.diagnosis.step_times import STEP_SECONDS, step_seconds
 from rlpipe.metrics.rollouts import read_rollouts
 from rlpipe.metrics.runs import RunData
 

@@ -12,7 +12,6 @@ Rates are sums over sums; their errors are clustered by trajectory.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -33,7 +32,6 @@ from rlpipe.spec.suffix import continue_suffix
 BUCKET_TOKENS = 32  # sampled tokens of a bin of positions
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0)  # edges of bins, in nat; the last bin has no upper edge
 SHOWN_DEPTH = 1
-STEP_SECONDS = "spec/step_seconds/"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -324,16 +322,6 @@ def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -
     elif measured := run.series("spec/speedup_observed")[1]:
         result["observed"] = median(measured)
     return result
-
-
-def step_seconds(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
-    """Return the seconds of a decode step by (batch size, gamma); later records win.
-
-    The engine measures them when it starts; {} for an engine that measures none.
-    """
-    named = ((n, x) for r in records for n, x in r.items() if n.startswith(STEP_SECONDS) and x is not None)
-    matches = ((re.fullmatch(r"batch_(\d+)/gamma_(\d+)", n.removeprefix(STEP_SECONDS)), x) for n, x in named)
-    return {(int(match[1]), int(match[2])): seconds for match, seconds in matches if match}
 
 
 def entropy_slope(run: RunData, figure: str = LENGTH) -> Estimate | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlpipe.diagnosis.breakdown import step_seconds
+from rlpipe.diagnosis.step_times import step_seconds
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.details import table
 from rlpipe.spec.gamma import break_even_acceptance

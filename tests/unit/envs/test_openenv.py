@@ -125,5 +125,5 @@ def test_an_address_is_required():
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch, url):
     monkeypatch.setattr(seeded.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'rlpipe\[openenv\]'"):
+    with pytest.raises(ValueError, match=r"pip install websockets, in a checkout .*\.\[openenv\]"):
         check_environment(config(url))
