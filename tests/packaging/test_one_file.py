@@ -330,12 +330,12 @@ assert outputs[0].logprobs.tolist() == outputs[1].logprobs.tolist()
 ENVIRONMENT_EDITS = {
     "rlpipe/config/env.py": {'    TOOLS = "tools"': '    SPELLING = "spelling"\n    TOOLS = "tools"'},
     "rlpipe/envs/__init__.py": {
-        "# Sandboxes and data sets are": (
+        "def _make_swe(": (
             "def _make_spelling(config: EnvConfig, seed: int) -> Suite:\n"
             "    from rlpipe.envs.spelling import Spelling\n"
             "    from rlpipe.envs.user_suite import ClassSuite\n\n"
             "    return ClassSuite(Spelling, config, seed)\n\n\n"
-            "# Sandboxes and data sets are"
+            "def _make_swe("
         ),
         "    EnvName.TOOLS: ": (
             "    EnvName.SPELLING: Environment(check=lambda config: None, make=_make_spelling),\n"
