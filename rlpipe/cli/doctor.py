@@ -296,7 +296,11 @@ def check_accelerator() -> Iterator[Finding]:
             level=Level.WARN, name="gpu", found="there is one, but this torch cannot use it", remedy=remedy
         )
     else:
-        yield Finding(level=Level.INFO, name="gpu", found="none; everything runs on the CPU")
+        from rlpipe.config.number_format import cpu_has_fast_bfloat16
+
+        speed = "fast" if cpu_has_fast_bfloat16() else "slow: set float32 and fp32"
+        found = f"none; everything runs on the CPU, where bfloat16 is {speed}"
+        yield Finding(level=Level.INFO, name="gpu", found=found)
 
 
 def check_nccl() -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from rlpipe.cli.hydra_errors import check_arguments, explained, explaining, refused, settings_first
 from rlpipe.cli.sweep import Sweep
+from rlpipe.config.number_format import by_speed
 from rlpipe.config.openmp import wait_passively
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
@@ -32,6 +33,7 @@ from rlpipe.preflight.settings import check
 from rlpipe.types import RunStopped
 
 ConfigStore.instance().store(name="schema", node=Config)
+OmegaConf.register_new_resolver("by_speed", by_speed, replace=True)
 
 
 def recipes() -> list[str]:

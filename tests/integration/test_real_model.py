@@ -105,8 +105,9 @@ def sample_answers(model):
 
 def test_two_steps_of_the_recipe_train_the_model_and_measure_every_task(smollm2, tmp_path):
     command = [sys.executable, "-m", "rlpipe.run", "+recipe=smollm_rl", f"model.path={smollm2}"]
-    sizes = ["run.steps=2", "val.every=2", "val.instances=4", "pipeline.prompts_per_step=4"]
-    sizes += ["pipeline.group_size=4", f"run.dir={tmp_path / 'run'}"]
+    sizes = ["run.steps=2", "val.every=2", "val.instances=1", "pipeline.prompts_per_step=4"]
+    sizes += ["pipeline.group_size=4", "rollout.threads=1", "trainer.threads=1"]
+    sizes += [f"run.dir={tmp_path / 'run'}"]
 
     # Of the tasks, those that this model solves often enough for the attempts of a group to differ.
     sizes += ["+env.options={tasks: [keywords, largest], only_held_out: [start, short]}"]

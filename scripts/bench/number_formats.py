@@ -1,0 +1,66 @@
+"""How much slower is a product in bfloat16 than in float32 on this CPU?
+
+`rlpipe.config.number_format` chooses the format of the recipes for CPUs by the answer. The weight has the
+shape of SmolLM2's largest layers; a decode step multiplies as many rows as answers run, a training step
+hundreds.
+
+    python scripts/bench/number_formats.py --json OUT [--rows 1 8 64 512] [--repeats 9]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from harness import bench_parser, load_average, provenance, table, take_turns, write_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rlpipe.config.number_format import cpu_has_fast_bfloat16
+
+FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+INPUTS, OUTPUTS, WORK = 576, 1536, 4096  # WORK: rows that one repeat multiplies, in calls of `rows` each
+
+
+def products(rows: int, dtype: torch.dtype) -> Callable[[], float]:
+    """Return a function that multiplies WORK random rows by one weight and returns the number of rows."""
+    x, weight = torch.randn(rows, INPUTS).to(dtype), torch.randn(OUTPUTS, INPUTS).to(dtype)
+    calls = max(1, WORK // rows // 4)
+
+    def multiply() -> float:
+        for _ in range(calls):
+            torch.nn.functional.linear(x, weight)
+        return calls * rows
+
+    return multiply
+
+
+def main() -> None:
+    """Time both formats in turns, by number of rows, and write one JSON."""
+    parser = bench_parser(__doc__, repeats=9)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512])
+    args, load = parser.parse_args(), load_average()
+    torch.set_num_threads(1)
+
+    results = {}
+    for rows in args.rows:
+        arms = {name: products(rows, dtype) for name, dtype in FORMATS.items()}
+        samples = take_turns(arms, args.repeats, clock=time.process_time)
+        per_row = {f"{name}_us": 1e6 / median(samples.rates(name)) for name in FORMATS}
+        results[f"rows_{rows}"] = per_row | {"ratio": samples.ratio("bfloat16", "float32")}
+
+    report = provenance(args, load) | {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "chosen": "bfloat16" if cpu_has_fast_bfloat16() else "float32",
+        "results": results,
+    }
+    print(table({name: {k: round(v, 2) for k, v in row.items()} for name, row in results.items()}))
+    write_result(args.json, report)
+
+
+if __name__ == "__main__":
+    main()
