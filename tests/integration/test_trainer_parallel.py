@@ -170,7 +170,7 @@ def quarters(tmp_path_factory):
 
 
 def assert_same_steps(alone, other):
-    """The means over both optimizer steps are equal up to rounding, which depends on the CPU's instructions."""
+    """Means over both optimizer steps are equal up to rounding, which depends on the CPU's instructions."""
     for mine, theirs in zip(alone["metrics"], other["metrics"], strict=True):
         assert other["metrics"]
         for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "rollout_corr/kl"):
