@@ -496,6 +496,7 @@ class ReinforcementLearning:
             return "the end of the run"
 
     def request_stop(self) -> None:
+        """Make `run` finish the step in progress, save a checkpoint and return; safe in a signal handler."""
         if self._loop is None:
             return self._controller.request_stop()
 

@@ -210,8 +210,13 @@ def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: i
             f"routes from token {start} on do not join those of the first {known}: ask the engine for "
             f"routes_from={known}."
         )
-    if earlier is None or later is None or start + len(later) < len(earlier):
-        return later if earlier is None else earlier
+
+    # If one of them covers every token, it is the result.
+    if earlier is None:
+        return later
+    if later is None or start + len(later) < len(earlier):
+        return earlier
+
     return np.concatenate((earlier[:known], later[known - start :]))
 
 

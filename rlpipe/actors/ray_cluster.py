@@ -197,7 +197,7 @@ class RayCluster(Cluster):
         return send_and_time
 
     async def _export(self, version: int) -> Callable[[], Awaitable[dict[str, Value]]]:
-        """Put weights into the object store, once for all workers."""
+        """Put weights into the object store, once for all workers; return a function that sends them."""
         exports = [rank.export.remote(version) for rank in self._trainers]
         exported = exports[0]  # other ranks export nothing
 

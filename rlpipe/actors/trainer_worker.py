@@ -228,12 +228,13 @@ class TrainerWorker:
 
         With a decoupled actor, the weights of the policy are included for versions that are validated.
         """
+        from rlpipe.trainer.decoupled import DecoupledTrainer
         from rlpipe.weights.payload import pack_weights
 
         with self._spans.lane() as lane, lane.span("sync", version=version):
-            judged = None
-            if self._config.decoupled.active and self._config.validates(version):
-                judged = self._trainer.policy.export_weights()
+            policy_weights = None
+            if isinstance(self._trainer, DecoupledTrainer) and self._config.validates(version):
+                policy_weights = self._trainer.policy.export_weights()
 
             weights = self._trainer.export_weights()
             if weights is None:
@@ -241,7 +242,8 @@ class TrainerWorker:
 
             if self._draft is not None:
                 weights |= self._draft.export_weights()
-            return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
+            policy = None if policy_weights is None else pack_weights(policy_weights, version)
+            return pack_weights(weights, version, policy)
 
     def copy_weights(self, version: int) -> None:
         """Copy the full weights for `broadcast`, on the ranks that send (all ranks gather)."""

@@ -87,18 +87,7 @@ def pack(
     rows = [i for i, t in enumerate(trajectories) if trainable(t)]
     # Tokens from the last sampled one on are cut off, because no prediction reads them.
     inputs = {i: _inputs(trajectories[i]) for i in rows}
-    longest = max(rows, key=lambda i: len(inputs[i]), default=None)
-    if longest is not None and len(inputs[longest]) > token_budget:
-        raise ValueError(
-            f"trainer.micro_batch_tokens={token_budget} is less than one trajectory of "
-            f"{len(inputs[longest])} tokens ({trajectories[longest].trajectory_id}): raise it to at least "
-            "rollout.max_context."
-        )
-
-    parts = [rows[:]]
-    if minibatches > 1:
-        shuffled = np.random.default_rng(seed).permutation(rows).tolist()
-        parts = [shuffled[i::minibatches] for i in range(minibatches) if shuffled[i::minibatches]]
+    _check_budget(inputs, trajectories, token_budget)
 
     def deal_to_ranks(members: list[int]) -> list[list[MicroBatch]]:
         line = _Line.from_inputs(members, inputs, share=share_prefixes)
@@ -114,7 +103,7 @@ def pack(
         max_count = max(1, *map(len, shards))
         return [shard + [empty_micro_batch() for _ in range(max_count - len(shard))] for shard in shards]
 
-    for part in parts:
+    for part in _minibatches(rows, minibatches, seed):
         learnt = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
         skipped = sorted({*part} - {*learnt})
         batch.skipped += len(skipped)
@@ -126,6 +115,27 @@ def pack(
         )
         batch.minibatches.append(minibatch)
     return batch
+
+
+def _check_budget(
+    inputs: Mapping[int, np.ndarray], trajectories: Sequence[Trajectory], token_budget: int
+) -> None:
+    """Raise ValueError if the inputs of a trajectory exceed the budget. inputs: by index of trajectories."""
+    longest = max(inputs, key=lambda i: len(inputs[i]), default=None)
+    if longest is not None and len(inputs[longest]) > token_budget:
+        raise ValueError(
+            f"trainer.micro_batch_tokens={token_budget} is less than one trajectory of "
+            f"{len(inputs[longest])} tokens ({trajectories[longest].trajectory_id}): raise it to at least "
+            "rollout.max_context."
+        )
+
+
+def _minibatches(rows: list[int], count: int, seed: int) -> list[list[int]]:
+    """Assign rows to `count` minibatches at random; empty ones are left out. One has all rows in order."""
+    if count == 1:
+        return [rows]
+    shuffled = np.random.default_rng(seed).permutation(rows).tolist()
+    return [shuffled[i::count] for i in range(count) if shuffled[i::count]]
 
 
 def trainable(trajectory: Trajectory) -> bool:

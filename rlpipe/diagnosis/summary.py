@@ -131,7 +131,8 @@ def _changed(run: RunData) -> str:
 
     drafting = any("spec." in change for change in changes)
     caution = " Read acceptance by depth then: the rate of all depths is of other drafts." if drafting else ""
-    return f"A{'; '.join(changes)[1:]}.{caution}"
+    text = "; ".join(changes)
+    return f"{text[0].upper()}{text[1:]}.{caution}"
 
 
 def _acceptance(run: RunData, cause: Finding | None) -> str:

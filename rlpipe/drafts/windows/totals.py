@@ -59,7 +59,10 @@ class PpowTotals:
         KL(draft || target) over drafts, nats.
         """
         verified, windows = rollout.verified, rollout.verified.rewards.numel()
+
+        # Windows whose group has equal rewards have no advantage, so the draft learns nothing from them.
         even = (verified.rewards == verified.rewards[:, :1]).all(1, keepdim=True).expand_as(verified.rewards)
+
         values = {
             Total.WINDOWS: windows,
             Total.DRAFTS: rollout.tokens.numel(),

@@ -43,6 +43,9 @@ def remove_leftovers(mark: str = "") -> int:
     removed = 0
     for path in leftovers(mark):
         with contextlib.suppress(OSError):
-            (remove_tree if path.parent == scratch() else cgroup.remove)(path)
+            if path.parent == scratch():
+                remove_tree(path)
+            else:
+                cgroup.remove(path)
             removed += 1
     return removed
