@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import pickle
+import threading
 from base64 import b64decode
 from pathlib import Path
 
@@ -15,6 +16,7 @@ _module, _function = LOADER.split(".")
 _spec = importlib.util.spec_from_file_location(_module, SERVED / f"{_module}.py")
 served = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(served)
+_one_server = threading.Lock()  # the module belongs to a process of one server, which loads in one thread
 
 
 def open_files():
@@ -43,8 +45,9 @@ class Server:
         await asyncio.to_thread(self._load, body)
 
     def _load(self, body):
-        for serialized in body["serialized_named_tensors"]:
-            served.load(self, pickle.loads(b64decode(serialized)))
+        with _one_server:
+            for serialized in body["serialized_named_tensors"]:
+                served.load(self, pickle.loads(b64decode(serialized)))
 
     def load_weights(self, pairs):
         self.weights |= {name: tensor.clone() for name, tensor in pairs}
