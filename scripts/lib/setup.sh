@@ -91,11 +91,17 @@ pins() {
     if has_gpu; then echo "$root/constraints_gpu.txt"; else echo "$root/constraints.txt"; fi
 }
 
-# install_into DIR WHAT...: at the pinned versions. Modules are compiled on first import: most never are.
+# no_compile: pip's option that leaves modules uncompiled until their first import, because most are never
+# imported; nothing where Python may not store what it compiles, so that not every process compiles them again.
+no_compile() {
+    [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || echo --no-compile
+}
+
+# install_into DIR WHAT...: at the pinned versions.
 install_into() {
     environment=$1
     shift
-    patiently "$environment/bin/python" -m pip install --no-input --no-compile -c "$(pins)" "$@"
+    patiently "$environment/bin/python" -m pip install --no-input $(no_compile) -c "$(pins)" "$@"
 }
 
 # make_bare_environment DIR: a virtual environment with nothing in it, unless one is there.
@@ -150,9 +156,9 @@ make_sglang_environment() {
         # torch first and alone, as above; then exactly the pinned packages, because what SGLang declares
         # would bring a CUDA build of torch.
         say "installing torch"
-        patiently "$1/bin/python" -m pip install --no-input --no-compile "$(grep '^torch==' "$pins")"
+        patiently "$1/bin/python" -m pip install --no-input $(no_compile) "$(grep '^torch==' "$pins")"
         say "installing SGLang for the CPU (one to three minutes)"
-        patiently "$1/bin/python" -m pip install --no-input --no-compile --no-deps -r "$pins"
+        patiently "$1/bin/python" -m pip install --no-input $(no_compile) --no-deps -r "$pins"
         copy=$(mktemp -d "${TMPDIR:-/tmp}/rlpipe-sglang.XXXXXX") # building leaves files beside the source
         cp -R "$root/sglang_env/cpu_support/." "$copy"
         patiently "$1/bin/python" -m pip install --no-input --no-deps --no-build-isolation --force-reinstall "$copy"
