@@ -18,6 +18,7 @@ if not (3, 11) <= sys.version_info < (3, 13):
 
 import argparse
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -82,6 +83,27 @@ def check_python() -> Iterator[Finding]:
     inside = sys.prefix != sys.base_prefix
     where = f"virtual environment {sys.prefix}" if inside else "no virtual environment"
     yield Finding(level=Level.OK, name="python", found=f"{sys.version.split()[0]}, {where}")
+
+
+def check_compiled() -> Iterator[Finding]:
+    """Report modules that every process has to compile, because nothing stores what Python compiles."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.origin:
+        return
+
+    # Installers may leave modules uncompiled, and many container images set this variable.
+    stored = Path(importlib.util.cache_from_source(found.origin))
+    folder = Path(found.origin).parent
+    if stored.exists() or (os.access(folder, os.W_OK) and not sys.dont_write_bytecode):
+        return
+
+    packages = shlex.quote(str(folder.parent))
+    yield Finding(
+        level=Level.WARN,
+        name="compiled modules",
+        found="none of torch, and Python may not store them: every process starts more slowly",
+        remedy=f"unset PYTHONDONTWRITEBYTECODE, or run once: {sys.executable} -m compileall -q {packages}",
+    )
 
 
 def check_packages() -> Iterator[Finding]:
@@ -387,7 +409,7 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
 
 
 CHECKS = (
-    *(check_python, check_packages, check_sandbox, check_machine),
+    *(check_python, check_packages, check_compiled, check_sandbox, check_machine),
     *(check_accelerator, check_nccl, check_wandb, check_shipped),
 )
 
