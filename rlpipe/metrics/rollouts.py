@@ -152,8 +152,11 @@ def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
 
         for turn in run:
             messages.append(_message("assistant", turn["action"], next(actions, None)))
-            if "observation" in turn:
-                messages.append(_message("tool", turn["observation"], next(contexts, None)))
+
+            # The answer that ends an episode is followed by nothing.
+            span = next(contexts, None)
+            if turn.get("observation") or span is not None:
+                messages.append(_message("tool", turn.get("observation", ""), span))
 
     return messages
 

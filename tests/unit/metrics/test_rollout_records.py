@@ -62,7 +62,6 @@ def test_turns_know_their_tokens():
         ("assistant", [3, 7]),
         ("tool", [7, 9]),
         ("assistant", [9, 11]),
-        ("tool", None),
     ]
 
 
