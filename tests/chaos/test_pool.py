@@ -19,7 +19,6 @@ from tests.helpers.disturbed_runs import events
 from tests.helpers.sglang import needs_sglang
 
 pytestmark = pytest.mark.chaos
-SLOW = ["injection.slow_env_share=1", "injection.slow_env_seconds=0.2"]  # leaves a core to the new worker
 
 
 def asked(cwd, *arguments):
@@ -47,7 +46,7 @@ def processes_of_workers(marker):
 
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
 def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tmp_path, engine):
-    job = ["+recipe=swe_rl", *SMALL, "run.steps=2000", "val.every=0", "run.save_every=5", *SLOW]
+    job = ["+recipe=swe_rl", *SMALL, "run.steps=2000", "val.every=0", "run.save_every=5"]
     job += served() if engine == "sglang" else []
     process, marker = start(*job, cwd=tmp_path, lines=2, timeout=600)
     assert asked(tmp_path, "list", "out").stdout.startswith("rollout worker 0: serves")
