@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 from omegaconf import OmegaConf
@@ -14,8 +15,11 @@ from rlpipe.loop.run_directory import held, keep_settings, settings_changed
 pytestmark = pytest.mark.unit
 
 
+DEFAULTS = OmegaConf.structured(Config)
+
+
 def composed(**overrides):
-    config = OmegaConf.structured(Config)
+    config = deepcopy(DEFAULTS)
     for name, value in overrides.items():
         OmegaConf.update(config, name.replace("__", "."), value)
     return OmegaConf.to_yaml(config)
