@@ -87,13 +87,13 @@ def check_python() -> Iterator[Finding]:
 
 def check_compiled() -> Iterator[Finding]:
     """Report modules that every process has to compile, because nothing stores what Python compiles."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not torch.origin:
         return
 
     # Installers may leave modules uncompiled, and many container images set this variable.
-    stored = Path(importlib.util.cache_from_source(found.origin))
-    folder = Path(found.origin).parent
+    stored = Path(importlib.util.cache_from_source(torch.origin))
+    folder = Path(torch.origin).parent
     if stored.exists() or (os.access(folder, os.W_OK) and not sys.dont_write_bytecode):
         return
 

@@ -61,7 +61,7 @@ def summarize(run: RunData) -> Summary:
     advice = advise_run(run)
     changes = [f.hint for f in findings if f.hint]
     changes += [text for name, text in advice.items() if name not in EXPLAINED]
-    lines += [("What to change", f"{text[0].upper()}{text[1:]}.") for text in changes]
+    lines += [("What to change", _sentence(text)) for text in changes]
     if run.records and not changes:
         lines.append(("What to change", "Nothing that these numbers call for."))
 
@@ -131,8 +131,12 @@ def _changed(run: RunData) -> str:
 
     drafting = any("spec." in change for change in changes)
     caution = " Read acceptance by depth then: the rate of all depths is of other drafts." if drafting else ""
-    text = "; ".join(changes)
-    return f"{text[0].upper()}{text[1:]}.{caution}"
+    return f"{_sentence('; '.join(changes))}{caution}"
+
+
+def _sentence(text: str) -> str:
+    """Return a text with a capital and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _acceptance(run: RunData, cause: Finding | None) -> str:

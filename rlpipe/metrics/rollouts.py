@@ -152,11 +152,13 @@ def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
 
         for turn in run:
             messages.append(_message("assistant", turn["action"], next(actions, None)))
+            if "observation" not in turn:
+                continue
 
-            # The answer that ends an episode is followed by nothing.
+            # The answer that ends an episode is followed by neither text nor tokens.
             span = next(contexts, None)
-            if turn.get("observation") or span is not None:
-                messages.append(_message("tool", turn.get("observation", ""), span))
+            if turn["observation"] or span is not None:
+                messages.append(_message("tool", turn["observation"], span))
 
     return messages
 
