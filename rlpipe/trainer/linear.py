@@ -1,13 +1,14 @@
-"""Megatron's linear layers on a CPU, with float32 products computed by oneDNN.
+"""Megatron's linear layers on a CPU, with float32 products computed by oneDNN where that is faster.
 
-PyTorch computes float32 products with MKL, which uses only AVX2 on some CPUs. oneDNN uses AVX-512 there and
-is 1.6 to 2.4x faster for products of at least a million multiply-adds, without copying transposed views.
-Other dtypes and small products are left to torch. Owns no weights: the layers, their shards and collectives
-are Megatron's.
+PyTorch computes float32 products with MKL, which uses only AVX2 on some CPUs. Where a CPU has AVX-512, oneDNN
+uses it and is 1.6 to 2.4x faster for products of at least a million multiply-adds, without copying transposed
+views. On a CPU without AVX-512, MKL is up to 1.4x faster. Other dtypes and small products are left to torch.
+Owns no weights: the layers, their shards and collectives are Megatron's.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class _Linear(torch.autograd.Function):
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a b^T + bias: a [n, k], b [m, k], bias [m] or None -> [n, m]."""
-    if a.dtype is torch.float32 and a.numel() * b.shape[0] >= ONEDNN_FROM and _has_onednn():
+    if a.dtype is torch.float32 and a.numel() * b.shape[0] >= ONEDNN_FROM and _prefers_onednn():
         return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return torch.nn.functional.linear(a, b, bias)
 
@@ -87,6 +88,7 @@ def _transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(a.t(), b.t()) if a.shape[1] <= b.shape[1] else _product(b.t(), a.t()).t()
 
 
-def _has_onednn() -> bool:
-    """Return whether this build of torch has oneDNN."""
-    return torch.backends.mkldnn.is_available()
+@functools.cache
+def _prefers_onednn() -> bool:
+    """Return whether this build of torch has oneDNN, and this CPU the AVX-512 that MKL may leave unused."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported()
