@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.run import Config
+from rlpipe.envs.user_loop import retrieve
 from rlpipe.loop.backlog import GROUPS, LEDGER, Backlog
 from rlpipe.loop.checkpoints import SCORE, CheckpointStore
 from rlpipe.loop.cluster_protocol import Cluster, TrainerLost
@@ -71,7 +72,8 @@ class Saving:
             return
 
         self._writing = asyncio.create_task(self._write(version, state, parts))
-        self._writing.add_done_callback(_seen)
+        # An event reports a failure, and `_written` raises it.
+        self._writing.add_done_callback(retrieve)
         if not run.save_async:
             await self._written()
 
@@ -196,12 +198,6 @@ class Saving:
 def _in_thread(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
     """Wrap blocking work in an async function that runs it on a thread."""
     return lambda: asyncio.to_thread(work)
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Mark a task's exception as retrieved, since an event has reported it and `_written` raises it."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _in_words(error: Exception) -> str:

@@ -54,7 +54,6 @@ def main() -> None:
         results[f"rows_{rows}"] = per_row | {"ratio": samples.ratio("bfloat16", "float32")}
 
     report = provenance(args, load) | {
-        "instructions": torch.backends.cpu.get_cpu_capability(),
         "chosen": "bfloat16" if cpu_has_fast_bfloat16() else "float32",
         "results": results,
     }
