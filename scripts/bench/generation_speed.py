@@ -51,7 +51,7 @@ def chat_workload(model: Path, count: int, *, tokens: int, temperature: float) -
 class ServerArm(EngineArm):
     """An SGLang server on this machine's cores, for as many requests as the batch; without drafts."""
 
-    def __init__(self, model: Path, batch: int, threads: int, *, plugin: bool) -> None:
+    def __init__(self, model: Path, batch: int, threads: int, dtype: str, *, plugin: bool) -> None:
         self._folder = tempfile.TemporaryDirectory()
         config = Config(
             run=RunSettings(dir=self._folder.name),
@@ -60,7 +60,7 @@ class ServerArm(EngineArm):
             rollout=RolloutConfig(
                 engine=EngineKind.SGLANG,
                 device="cpu",
-                dtype=Dtype.BFLOAT16,
+                dtype=Dtype(dtype),
                 threads=threads,
                 max_running=batch,
                 max_context=512,
@@ -94,11 +94,12 @@ class ReadArm:
         return best
 
 
-def target_bytes(model: Path) -> int:
-    """Return the size in bfloat16 of the weights that a decode step reads; a tied head counts once."""
+def target_bytes(model: Path, dtype: str) -> int:
+    """Return the size in a format of the weights that a decode step reads; a tied head counts once."""
     sizes = {n: tensor.numel() for n, tensor in read_weights(model).items() if not is_mtp_weight(n)}
     # The head counts even when tied; of the embedding, a step reads one row per token.
-    return 2 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])
+    numbers = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
+    return numbers * getattr(torch, dtype).itemsize
 
 
 def main() -> int:
@@ -106,6 +107,7 @@ def main() -> int:
     parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every arm")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--gamma", type=int, default=1)
     parser.add_argument("--draft-vocab", default="", help="as spec.draft_vocab")
@@ -115,22 +117,23 @@ def main() -> int:
     args = parser.parse_args()
 
     wait_passively()
-    load, size, plain = load_average(), target_bytes(args.model), args.plain_model or args.model
+    load, size = load_average(), target_bytes(args.model, args.dtype)
+    plain = args.plain_model or args.model
     results: dict[str, Any] = {}
     rates: list[float] = []
     for batch in args.batches:
         arms: dict[str, Callable[[], Any]] = {}
 
         def engine(spec: SpecConfig, batch: int = batch) -> Callable[[], Any]:
-            return partial(EngineArm, args.model, spec, batch, args.threads, "bfloat16")
+            return partial(EngineArm, args.model, spec, batch, args.threads, args.dtype)
 
         arms["none"] = engine(SpecConfig(mode=SpecMode.NONE))
         if has_mtp(read_config(args.model)):
             arms["drafts"] = engine(SpecConfig(gamma=args.gamma, draft_vocab=args.draft_vocab))
-        arms["transformers"] = partial(TransformersArm, plain, "bfloat16")
+        arms["transformers"] = partial(TransformersArm, plain, args.dtype)
         if args.sglang:
             for name, plugin in {"sglang": False, "sglang with plugin": True}.items():
-                arms[name] = partial(ServerArm, plain, batch, args.threads, plugin=plugin)
+                arms[name] = partial(ServerArm, plain, batch, args.threads, args.dtype, plugin=plugin)
 
         work = chat_workload(args.model, max(batch, 2), tokens=args.tokens, temperature=1.0)
         running = start_arms(arms, args.threads)
