@@ -172,7 +172,9 @@ def check_fit() -> Finding:
 
 def pins_file() -> str:
     """Return the file with the tested versions for this machine; scripts/lib/setup.sh uses the same file."""
-    pins = os.environ.get("RLPIPE_PINS") or ("gpu" if shutil.which("nvidia-smi") else "cpu")
+    from rlpipe.config.machine import has_gpus
+
+    pins = os.environ.get("RLPIPE_PINS") or ("gpu" if has_gpus() else "cpu")
     return "constraints_gpu.txt" if pins == "gpu" else "constraints.txt"
 
 
@@ -307,19 +309,19 @@ def size(name: str, free: int, wanted: int, remedy: str) -> Finding:
 
 def check_accelerator() -> Iterator[Finding]:
     """Report whether there is a GPU that torch can use."""
+    from rlpipe.config.machine import cpu_has_fast_bfloat16, has_gpus
+
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         yield Finding(
             level=Level.OK, name="gpu", found=f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         )
-    elif shutil.which("nvidia-smi"):
+    elif has_gpus():
         remedy = "install a CUDA build of this version of torch"
         yield Finding(
             level=Level.WARN, name="gpu", found="there is one, but this torch cannot use it", remedy=remedy
         )
     else:
-        from rlpipe.config.number_format import cpu_has_fast_bfloat16
-
         speed = "fast" if cpu_has_fast_bfloat16() else "slow: set float32 and fp32"
         found = f"none; everything runs on the CPU, where bfloat16 is {speed}"
         yield Finding(level=Level.INFO, name="gpu", found=found)

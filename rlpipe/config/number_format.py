@@ -10,19 +10,10 @@ value.
 
 from __future__ import annotations
 
-import platform
-import shutil
-from functools import cache
-from pathlib import Path
-
+from rlpipe.config.machine import cpu_has_fast_bfloat16, has_gpus
 from rlpipe.config.rollout import Dtype
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
-
-_CPU_INFO = Path("/proc/cpuinfo")
-
-# oneDNN, torch's library of products, has fast bfloat16 kernels for these sets of instructions.
-_FAST = {"x86_64": "avx512bw", "aarch64": "bf16"}
 
 
 def by_speed(bfloat16: str, float32: str) -> str:
@@ -32,20 +23,7 @@ def by_speed(bfloat16: str, float32: str) -> str:
 
 def fast_bfloat16() -> bool:
     """Return whether this machine has a GPU, or a CPU on which bfloat16 is not slower than float32."""
-    return shutil.which("nvidia-smi") is not None or cpu_has_fast_bfloat16()
-
-
-@cache
-def cpu_has_fast_bfloat16() -> bool:
-    """Return whether the CPU's instructions include those for fast products in bfloat16.
-
-    False for an operating system other than Linux, which does not list them.
-    """
-    wanted = _FAST.get(platform.machine())
-    if wanted is None or not _CPU_INFO.exists():
-        return False
-    lines = _CPU_INFO.read_text().splitlines()
-    return any(wanted in line.split() for line in lines if line.lower().startswith(("flags", "features")))
+    return has_gpus() or cpu_has_fast_bfloat16()
 
 
 def slow_number_formats(config: Config) -> str:

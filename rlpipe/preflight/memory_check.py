@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from rlpipe.config.machine import has_gpus
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, RunMode
@@ -24,7 +25,6 @@ from rlpipe.preflight.memory_estimate import (
     conversation_bytes,
     estimate,
     gpu_bytes,
-    has_gpus,
     host_bytes,
 )
 from rlpipe.preflight.object_store import check_store, local_store

@@ -29,7 +29,6 @@ resume, and in Hugging Face's format). With run.save_async training continues wh
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from pathlib import Path
 
 from rlpipe.config.cuda_graphs import captured_batches
 from rlpipe.config.lora import LoraConfig
+from rlpipe.config.machine import has_gpus
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import PARKED, Dtype, EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
@@ -522,11 +522,6 @@ def gpu_bytes(config: Config) -> int:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout.split()[0]) * MIB if done.returncode == 0 and done.stdout.strip() else 0
-
-
-def has_gpus() -> bool:
-    """Return whether `nvidia-smi` shows any GPUs of this machine."""
-    return shutil.which("nvidia-smi") is not None
 
 
 def host_bytes() -> int:

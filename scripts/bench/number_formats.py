@@ -20,7 +20,7 @@ from harness import bench_parser, load_average, provenance, table, take_turns, w
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlpipe.config.number_format import cpu_has_fast_bfloat16
+from rlpipe.config.machine import cpu_has_fast_bfloat16
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INPUTS, OUTPUTS, WORK = 576, 1536, 4096  # WORK: rows that one repeat multiplies, in calls of `rows` each

@@ -8,8 +8,9 @@ use.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
+
+from rlpipe.config.machine import has_gpus
 
 MIB = 1 << 20
 _LARGEST = 0.97  # limit of the fraction: kernels and CUDA graphs are allocated in addition
@@ -44,7 +45,7 @@ def _free_and_total(index: int) -> tuple[int, int] | None:
     """Read free and total bytes of a GPU; index: among the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if visible != [""] and index < len(visible) else str(index)
-    if shutil.which("nvidia-smi") is None:
+    if not has_gpus():
         return None
 
     query = ["--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits", f"--id={name}"]

@@ -3,6 +3,7 @@
 import pytest
 
 from rlpipe.api.runs import compose
+from rlpipe.config import machine as this_machine
 from rlpipe.config import number_format
 from rlpipe.config.rollout import Dtype
 from rlpipe.config.trainer import Precision
@@ -23,13 +24,13 @@ def machine(tmp_path, monkeypatch):
     def become(name, gpu=False):
         processor, text = FLAGS[name]
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{text}")
-        monkeypatch.setattr(number_format, "_CPU_INFO", tmp_path / "cpuinfo")
-        monkeypatch.setattr(number_format.platform, "machine", lambda: processor)
-        monkeypatch.setattr(number_format.shutil, "which", lambda name: "/bin/nvidia-smi" if gpu else None)
-        number_format.cpu_has_fast_bfloat16.cache_clear()
+        monkeypatch.setattr(this_machine, "_CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(this_machine.platform, "machine", lambda: processor)
+        monkeypatch.setattr(this_machine.shutil, "which", lambda name: "/bin/nvidia-smi" if gpu else None)
+        this_machine.cpu_has_fast_bfloat16.cache_clear()
 
     yield become
-    number_format.cpu_has_fast_bfloat16.cache_clear()
+    this_machine.cpu_has_fast_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_instructions_of_the_cpu_decide(machine, name, fast):
 
 def test_a_system_without_that_list_computes_in_float32(machine, monkeypatch, tmp_path):
     machine("Zen 4")
-    monkeypatch.setattr(number_format, "_CPU_INFO", tmp_path / "none")
+    monkeypatch.setattr(this_machine, "_CPU_INFO", tmp_path / "none")
     assert not number_format.fast_bfloat16()
 
 
