@@ -1,10 +1,10 @@
 """How much slower is a product in bfloat16 than in float32 on this CPU?
 
-`rlpipe.config.number_format` chooses the format of the recipes for CPUs by the answer. The weight has the
-shape of SmolLM2's largest layers; a decode step multiplies as many rows as answers run, a training step
-hundreds.
+`rlpipe.config.number_format` chooses the format of the recipes for CPUs by the answer. The weights have the
+shape of SmolLM2's largest layers, are read from memory in turns, as in a model, and multiplied by the kernels
+of the embedded engine. A decode step multiplies as many rows as answers run, a training step hundreds.
 
-    python scripts/bench/number_formats.py --json OUT [--rows 1 8 64 512] [--repeats 9]
+    python scripts/bench/number_formats.py --json OUT [--rows 1 4 8 64 512] [--repeats 9]
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from harness import bench_parser, load_average, provenance, table, take_turns, w
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlpipe.config.machine import cpu_has_fast_bfloat16
+from rlpipe.rollout.embedded.linear import Linear
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-INPUTS, OUTPUTS, WORK = 576, 1536, 4096  # WORK: rows that one repeat multiplies, in calls of `rows` each
+INPUTS, OUTPUTS = 576, 1536
+WEIGHTS = 64  # with more bytes in either format than caches hold
+WORK = 4096  # rows that one repeat multiplies at most
 
 
 def products(rows: int, dtype: torch.dtype) -> Callable[[], float]:
-    """Return a function that multiplies WORK random rows by one weight and returns the number of rows."""
-    x, weight = torch.randn(rows, INPUTS).to(dtype), torch.randn(OUTPUTS, INPUTS).to(dtype)
-    calls = max(1, WORK // rows // 4)
+    """Return a function that multiplies random rows by one weight after another; it returns their number."""
+    x = torch.randn(rows, INPUTS).to(dtype)
+    layers = [Linear(torch.randn(OUTPUTS, INPUTS).to(dtype)) for _ in range(WEIGHTS)]
+    used = layers[: max(1, WORK // rows)]
 
     def multiply() -> float:
-        for _ in range(calls):
-            torch.nn.functional.linear(x, weight)
-        return calls * rows
+        for layer in used:
+            layer(x)
+        return len(used) * rows
 
     return multiply
 
@@ -42,7 +46,7 @@ def products(rows: int, dtype: torch.dtype) -> Callable[[], float]:
 def main() -> None:
     """Time both formats in turns, by number of rows, and write one JSON."""
     parser = bench_parser(__doc__, repeats=9)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 64, 512])
     args, load = parser.parse_args(), load_average()
     torch.set_num_threads(1)
 
