@@ -119,7 +119,7 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(tmp_path, cluster):
     process, marker = start(*LONG, f"cluster={cluster}", cwd=tmp_path)
     process.send_signal(signal.SIGINT)
     # Two signals that arrive together are one, so wait until the first is answered.
-    assert any("Ctrl-C again" in line for line in process.stdout)
+    assert process.stdout and any("Ctrl-C again" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=180)
     assert process.returncode == 130
