@@ -1,4 +1,4 @@
-"""What this machine has that settings depend on: GPUs, and a CPU that computes fast in bfloat16."""
+"""Detects GPUs of this machine, and whether its CPU computes fast in bfloat16."""
 
 from __future__ import annotations
 

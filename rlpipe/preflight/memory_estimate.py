@@ -40,7 +40,7 @@ from rlpipe.config.cuda_graphs import captured_batches
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.machine import has_gpus
 from rlpipe.config.paths import resolve_model
-from rlpipe.config.rollout import PARKED, Dtype, EngineKind
+from rlpipe.config.rollout import PACKED_FROM, PARKED, Dtype, EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
@@ -58,7 +58,6 @@ ROW_STREAMS = 7  # arrays of an engine on the host that have 8 bytes for each sl
 LIBRARIES = 600 * MIB  # torch, Megatron-core and tokenizers in a process on a CPU (measured)
 RETAINED = 0.5  # share of a step's freed memory that glibc's allocator retains on a CPU (measured)
 KERNELS = 64 * MIB  # bytes that oneDNN retains for the sizes of earlier matrix products (measured)
-PACKED_FROM = 250_000  # from so many elements on, engines store float32 matrices only packed
 SERVER_FRACTION = 0.85  # approximate share of a GPU's memory that SGLang takes by default
 
 

@@ -8,7 +8,6 @@ Owns no weights: the layers, their shards and collectives are Megatron's.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -88,7 +87,6 @@ def _transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(a.t(), b.t()) if a.shape[1] <= b.shape[1] else _product(b.t(), a.t()).t()
 
 
-@functools.cache
 def _prefers_onednn() -> bool:
     """Return whether this build of torch has oneDNN, and this CPU is not one on which MKL is faster."""
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX2"

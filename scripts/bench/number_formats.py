@@ -25,20 +25,20 @@ from rlpipe.rollout.embedded.linear import Linear
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INPUTS, OUTPUTS = 576, 1536
-WEIGHTS = 64  # with more bytes in either format than caches hold
-WORK = 4096  # rows that one repeat multiplies at most
+WEIGHTS = 64  # at most; with more bytes in either format than caches hold
+WORK = 4096  # rows that one repeat multiplies at most; from 65 rows on this leaves fewer weights
 
 
 def products(rows: int, dtype: torch.dtype) -> Callable[[], float]:
     """Return a function that multiplies random rows by one weight after another; it returns their number."""
     x = torch.randn(rows, INPUTS).to(dtype)
-    layers = [Linear(torch.randn(OUTPUTS, INPUTS).to(dtype)) for _ in range(WEIGHTS)]
-    used = layers[: max(1, WORK // rows)]
+    count = min(WEIGHTS, max(1, WORK // rows))
+    layers = [Linear(torch.randn(OUTPUTS, INPUTS).to(dtype)) for _ in range(count)]
 
     def multiply() -> float:
-        for layer in used:
+        for layer in layers:
             layer(x)
-        return len(used) * rows
+        return count * rows
 
     return multiply
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Number of multiply-adds from which the prepacked kernel is faster. Measured: with AVX-512 from 8 rows of
-# 1024x128 or 32 of 256x128; with AVX2 from one row of 512x512 or 960x576, where it is 1.2 to 1.9x faster.
-PACKED_FROM = 250_000
+from rlpipe.config.rollout import PACKED_FROM
+
 _PACK_FOR_ROWS = 32
 
 
