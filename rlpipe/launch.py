@@ -205,7 +205,7 @@ class _Leaving:
         last.join(_LEAVING_S)
 
         sentence = _as_continued(sentence, self._checkpoints)
-        print(f"\nrlpipe: {sentence}", file=sys.stderr, flush=True)
+        _write_message(sentence)
         os._exit(status)
 
     def _close(self, outcome: str) -> None:
@@ -232,11 +232,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
         if presses > 1:
             leave(f"stopped at once. {CONTINUES}", "interrupted", 130)
 
-        print(
-            "\nrlpipe: finishing what is in progress, then a checkpoint (Ctrl-C again: stop at once).",
-            file=sys.stderr,
-            flush=True,
-        )
+        _write_message("finishing what is in progress, then a checkpoint (Ctrl-C again: stop at once).")
         request_stop()
 
     # Restore the earlier handlers afterwards, because this may run inside another program.
@@ -246,6 +242,16 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+def _write_message(sentence: str) -> None:
+    """Write a message to standard error from a signal handler.
+
+    The signal may have interrupted a `print`, even the one of this handler, and then another `print` raises
+    RuntimeError: write without the buffer. A closed terminal must not keep the run from stopping.
+    """
+    with suppress(OSError):
+        os.write(2, f"\nrlpipe: {sentence}\n".encode())
 
 
 def _check_instances(val: ValConfig, suite: Suite) -> None:

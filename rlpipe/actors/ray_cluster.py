@@ -242,8 +242,12 @@ class RayCluster(Cluster):
             )
             for root, group, sent in zip(roots, groups, sending, strict=True)
         ]
-        self._workers.newest = receive = lambda worker: worker.receive_weights.remote(offers)
-        receiving = asyncio.ensure_future(self._workers.settle_all(receive, serving=True))
+        # A worker that joins later is in no group, and this version may have been replaced by then.
+        newest = _on(_SENDING, roots[0].newest)
+        self._workers.newest = lambda worker: worker.update_weights.remote(newest.remote())
+        receiving = asyncio.ensure_future(
+            self._workers.settle_all(lambda worker: worker.receive_weights.remote(offers), serving=True)
+        )
         try:
             answers_of_roots = iter(sending)
             await self._call_ranks("broadcast", lambda _: next(answers_of_roots), of=roots)
@@ -457,8 +461,10 @@ async def _fetch_weights(
 
     failure = f"does not give out version {version}"
     await _answer_of_trainer(failure, broadcast)
-    payload = _on(_SENDING, trainer.newest).remote(version)
-    return unpack_weights(await _answer_of_trainer(failure, payload))
+    payload = await _answer_of_trainer(failure, _on(_SENDING, trainer.newest).remote())
+    if payload.version != version:
+        raise RuntimeError(f"the trainer {failure}: it holds version {payload.version}.")
+    return unpack_weights(payload)
 
 
 def _node_ip(_: object) -> str:

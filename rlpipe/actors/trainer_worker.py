@@ -261,9 +261,9 @@ class TrainerWorker:
         with self._spans.lane() as lane, lane.span("sync", version=version):
             return self._broadcaster().send(version)
 
-    def newest(self, version: int) -> WeightPayload:
+    def newest(self) -> WeightPayload:
         """Return the weights that were copied last."""
-        return self._broadcaster().newest(version)
+        return self._broadcaster().newest()
 
     def _broadcaster(self) -> WeightSender:
         assert self._sender is not None, "this run does not broadcast weights"

@@ -7,8 +7,8 @@
 Every trainer rank has a sender, because all ranks take part in gathering. A root is a sender that has the
 weights and owns a group of servers. Rank 0 is the root of all servers; if ranks and servers share GPUs, each
 rank is the root of its GPU's server. `send` and `copy` are called on different threads, and a version is sent
-before the next one is copied. A replacement for a lost server gets the copy from `newest`. The rollout
-workers send the requests to the servers (`weights.sync`).
+before the next one is copied. A server that joins, or replaces a lost one, gets the copy from `newest`. The
+rollout workers send the requests to the servers (`weights.sync`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WeightSender:
         self._copy = HostCopy((), trainer.device)
         self._checksums = Checksums(ranks=[])  # of the copied version
         self._version: int | None = None  # the version whose copy is complete
-        self._reading = threading.Lock()  # the copy is written on one thread and packed on another
+        self._copied = threading.Condition()  # the copy is written on one thread and packed on another
 
     def copy(self, version: int) -> None:
         """Copy the trainer's weights; collective over its ranks, which may continue training afterwards."""
@@ -77,7 +77,7 @@ class WeightSender:
             forms = ([(name, tensor.to("meta")) for name, tensor in bucket] for bucket in draft)
             self._plan = [*forms, *plan]
 
-        with self._reading:
+        with self._copied:
             self._version = None
             if not self._copy.fits(self._plan):
                 self._copy.close()
@@ -96,7 +96,9 @@ class WeightSender:
             copy.write(bucket)
             checksums.add(bucket)
         copy.read()
-        self._checksums, self._version = checksums.result(), version
+        with self._copied:
+            self._checksums, self._version = checksums.result(), version
+            self._copied.notify_all()
 
     def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
         """Open a new group with `servers` servers; return it, and the copied buckets on the meta device.
@@ -139,13 +141,17 @@ class WeightSender:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return BroadcastResult(checksums=self._checksums, num_bytes=num_bytes, failure=failure)
 
-    def newest(self, version: int) -> WeightPayload:
-        """Return the weights that were copied last. Raises RuntimeError when they have another version."""
-        with self._reading:
-            if self._version != version:
-                held = "none" if self._version is None else self._version
-                raise RuntimeError(f"the trainer does not hold version {version} any more, but {held}.")
-            return pack_weights(self._copy.tensors, version)
+    def newest(self) -> WeightPayload:
+        """Return the weights that were copied last; wait for a copy in progress.
+
+        Raises RuntimeError when none is complete within `update_timeout`.
+        """
+        with self._copied:
+            timeout = self._config.sglang.update_timeout
+            self._copied.wait_for(lambda: self._version is not None, timeout)
+            if self._version is None:
+                raise RuntimeError(f"the trainer has no complete copy of its weights after {timeout:g} s.")
+            return pack_weights(self._copy.tensors, self._version)
 
     def close(self) -> None:
         """Leave the group."""

@@ -318,8 +318,8 @@ class Trainer:
     async def broadcast(self, version: int) -> Any:
         return await self.world.loop.thread(self.sender.send, version)
 
-    async def newest(self, version: int) -> Any:
-        return self.sender.newest(version)
+    async def newest(self) -> Any:
+        return self.sender.newest()
 
     async def __ray_ready__(self) -> None:
         """Nothing: it is answered behind what was asked before."""

@@ -88,7 +88,7 @@ class Trainer:
 
         async def kept() -> Mapping[str, torch.Tensor]:
             await sent()
-            return unpack_weights(self.sender.newest(version))
+            return unpack_weights(self.sender.newest())
 
         ranks = self.sender._config.sglang.tp
         return Offer(

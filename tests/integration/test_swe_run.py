@@ -121,6 +121,6 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(tmp_path, cluster):
     # Two signals that arrive together are one, so wait until the first is answered.
     assert process.stdout and any("Ctrl-C again" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=180)
-    assert process.returncode == 130
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 130, output
     assert none_left(marker)

@@ -109,6 +109,29 @@ def test_the_first_reason_to_leave_counts():
     assert "stopped at once" in ended.stderr and "Ray died" not in ended.stderr
 
 
+def test_a_second_ctrl_c_while_the_first_is_being_answered_stops_at_once():
+    """Python runs a handler between two writes of a `print`, which raises where the handler prints too."""
+    code = (
+        "import io, os, signal, sys, types\n"
+        "from rlpipe.launch import _Leaving, _stopping\n"
+        "class Interrupting(io.RawIOBase):\n"
+        "    def writable(self):\n"
+        "        return True\n"
+        "    def write(self, text):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return len(text)\n"
+        "bus = types.SimpleNamespace(event=lambda *_, **__: None, close=lambda timeout: None)\n"
+        "checkpoints = types.SimpleNamespace(steps=lambda: [])\n"
+        "leave = _Leaving(types.SimpleNamespace(close=lambda at_once: None), bus, checkpoints)\n"
+        "sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupting()))\n"
+        "with _stopping(lambda: os.kill(os.getpid(), signal.SIGINT), leave):\n"
+        "    print('a line of the run', file=sys.stderr, flush=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 130, ended.stderr
+    assert "Ctrl-C again" in ended.stderr and "stopped at once" in ended.stderr
+
+
 def test_a_step_that_repeats_instances_is_said(capsys):
     _note_few_instances(8, 8)
     assert capsys.readouterr().err == ""

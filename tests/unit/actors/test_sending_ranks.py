@@ -14,8 +14,10 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.offer import Member
+from rlpipe.weights.payload import unpack_weights
 from rlpipe.weights.sender import WeightSender
 from rlpipe.weights.sync import WeightSync
+from rlpipe.weights.transports.base import WeightUpdate
 from tests.helpers.broadcasts import Weights
 from tests.helpers.cli import ROOT
 from tests.helpers.mapped import Server, open_files
@@ -73,6 +75,9 @@ class Rank:
         self.order.append("sent")
         return sent
 
+    async def newest(self):
+        return await asyncio.to_thread(self.sender.newest)
+
 
 class Worker:
     """A rollout worker and its server, which maps what it is told to."""
@@ -89,6 +94,11 @@ class Worker:
         offer = offers[self.number] if len(offers) > 1 else offers[0]
         await self.sync.receive(self.server, offer, f"server {self.number}", flush=False)
         return {}
+
+    async def update_weights(self, payload):
+        newest = await payload  # Ray resolves it
+        update = WeightUpdate(weights=unpack_weights(newest), version=newest.version, flush=False)
+        await self.sync.send(self.server, update)
 
     async def take_events(self):
         return []
@@ -175,9 +185,27 @@ def test_a_server_that_is_down_keeps_no_rank_waiting(played):
         assert (await offers[1].weights()).keys() == read_weights(TINY).keys()
         return {}
 
-    async def newest(version):
-        return cluster.ranks[1].sender.newest(version)
-
-    down.membership, down.receive_weights, cluster.ranks[1].newest = nobody, later, newest
+    down.membership, down.receive_weights = nobody, later
     publish(cluster, (1,))
     assert holds(cluster.served[0], 0) and cluster.served[1].weights == {}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_worker_that_joins_after_the_next_copy_gets_the_weights_of_that_copy(played, tmp_path, shared):
+    """The version that was sent last is in no process any more; the run must not end for it."""
+    cluster = played(share_gpus=shared)
+    joins = Worker(cluster._config, 0, tmp_path)
+
+    async def run():
+        await (await cluster.publish_weights(1))()
+        for tensor in cluster.ranks[0].weights.weights.values():
+            tensor.add_(100)
+        await cluster.publish_weights(2)  # copied, and not sent yet
+        assert cluster._workers.newest is not None
+        await cluster._workers.newest(Actor(joins, serial=False))
+
+    asyncio.run(run())
+    for rank in cluster.ranks:
+        rank.sender.close()
+    joins.sync.close()
+    assert holds(joins.server, 100)

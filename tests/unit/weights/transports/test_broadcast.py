@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from rlpipe.weights.process_group import GroupBroken, Root, describe_bucket, des
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 from rlpipe.weights.transports.base import WeightUpdate
-from tests.helpers.broadcasts import Receiver, Trainer
+from tests.helpers.broadcasts import Receiver, Trainer, Weights
 from tests.helpers.cli import ROOT
 from tests.helpers.sglang import perturbed
 
@@ -105,12 +105,37 @@ def test_a_server_that_dies_is_said_to_all_and_they_leave_the_group(config, trai
     assert lost.transport.group_of(dying) == ""
 
 
-def test_only_the_newest_version_is_given_out(config, trainer, weights, tmp_path):
-    parties = list(zip(syncs(config, tmp_path, 1), [Receiver()], strict=True))
-    receive(trainer.offer(weights, 2, ["0"]), parties)
-    assert trainer.sender.newest(2).version == 2
-    with pytest.raises(RuntimeError, match="does not hold version 1 any more, but 2"):
-        trainer.sender.newest(1)
+def test_the_newest_weights_are_given_out_once_their_copy_is_complete(config, trainer, weights, monkeypatch):
+    """A worker that asks while the next version is copied gets that one, whole."""
+    trainer.sender._trainer.weights = weights
+    trainer.sender.copy(1)
+    started, goes_on = threading.Event(), threading.Event()
+    buckets = Weights.weight_buckets
+
+    def slowly(*args, **options):
+        for bucket in buckets(*args, **options):
+            started.set()
+            assert goes_on.wait(60)
+            yield [(name, tensor + 1) for name, tensor in bucket]
+
+    monkeypatch.setattr(Weights, "weight_buckets", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        copying = threads.submit(trainer.sender.copy, 2)
+        assert started.wait(60)
+        asked = threads.submit(trainer.sender.newest)
+        assert wait([asked], timeout=0.2).not_done
+        goes_on.set()
+        copying.result()
+        given = asked.result()
+
+    assert given.version == 2
+    assert all(torch.equal(tensor, weights[name] + 1) for name, tensor in unpack_weights(given).items())
+
+
+def test_a_copy_that_never_completes_is_an_error(config, trainer):
+    config.sglang.update_timeout = 0.1
+    with pytest.raises(RuntimeError, match=r"no complete copy of its weights after 0\.1 s"):
+        trainer.sender.newest()
 
 
 def addresses(sender):
@@ -146,7 +171,7 @@ def test_a_version_that_is_being_read_is_not_written_over(config, trainer, weigh
     monkeypatch.setattr(sender, "pack_weights", pack)
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     with ThreadPoolExecutor(2) as threads:
-        packed = threads.submit(trainer.sender.newest, 1)
+        packed = threads.submit(trainer.sender.newest)
         reading.wait(10)
         trainer.sender._trainer.weights = changed
         copied = threads.submit(trainer.sender.copy, 2)
