@@ -48,9 +48,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rlpipe' has no attribute {name!r}")
 
     # This must precede the import of torch, which most of these modules import.
-    from rlpipe.config.openmp import wait_passively
+    from rlpipe.config.openmp import spin_briefly
 
-    wait_passively()
+    spin_briefly()
     if name.startswith("verify_"):
         from rlpipe.spec import verify as module
     elif name == "mtp_loss":

@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.config.openmp import release_threads
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.probe import ProbeTable
 from rlpipe.loop.cluster_protocol import Cluster
@@ -39,7 +40,7 @@ class InlineCluster(Cluster):
         self._rollout: RolloutWorker | None = None
         if config.run.half.trains:
             self._trainer = trainer = TrainerWorker(config)
-            self._thread.submit(trainer.start).result()
+            self._thread.submit(_then_idle, trainer.start).result()
         if config.run.half.generates:
             self._rollout = RolloutWorker(config)
 
@@ -129,4 +130,12 @@ class InlineCluster(Cluster):
         self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
     ) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(function, *arguments, **options))
+        return await loop.run_in_executor(self._thread, partial(_then_idle, function, *arguments, **options))
+
+
+def _then_idle(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call a function on a thread that computes nothing afterwards."""
+    try:
+        return function(*arguments, **options)
+    finally:
+        release_threads()

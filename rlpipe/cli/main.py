@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlpipe.config.openmp import wait_passively
+from rlpipe.config.openmp import spin_briefly
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -212,7 +212,7 @@ def version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name; return the exit status."""
-    wait_passively()
+    spin_briefly()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) > 1 and arguments[0] == "help":
         arguments = [arguments[1], "--help"]

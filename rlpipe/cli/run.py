@@ -24,7 +24,7 @@ from yaml import YAMLError
 from rlpipe.cli.hydra_errors import check_arguments, explained, explaining, refused, settings_first
 from rlpipe.cli.sweep import Sweep
 from rlpipe.config.number_format import by_speed
-from rlpipe.config.openmp import wait_passively
+from rlpipe.config.openmp import spin_briefly
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.preflight.memory_check import check_memory
@@ -181,5 +181,5 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line. A sweep returns its exit status; a single run exits with its exit status."""
-    wait_passively()
+    spin_briefly()
     return compose(sys.argv[1:] if arguments is None else arguments)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from rlpipe.config.openmp import watch_for_contention
 from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         _assume_cpu()
         if config.threads:
             torch.set_num_threads(config.threads)
+        watch_for_contention()
 
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

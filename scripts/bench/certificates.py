@@ -36,9 +36,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from rlpipe.config.openmp import wait_passively  # noqa: E402
+from rlpipe.config.openmp import spin_briefly  # noqa: E402
 
-wait_passively()
+spin_briefly()
 
 from harness import bench_parser, commit, load_average, provenance, write_result  # noqa: E402
 from torch import Tensor  # noqa: E402

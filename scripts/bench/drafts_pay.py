@@ -23,7 +23,7 @@ from generation_speed import chat_workload  # noqa: E402
 from harness import bench_parser, load_average, paired_ratio, provenance, write_result  # noqa: E402
 from rollout_speed import EngineArm, Workload, decode_in_turns, start_arms, summary, total  # noqa: E402
 
-from rlpipe.config.openmp import wait_passively  # noqa: E402
+from rlpipe.config.openmp import spin_briefly  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 from rlpipe.spec.gamma import break_even_acceptance  # noqa: E402
 
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--draft-vocab", default="", help="as spec.draft_vocab")
     args = parser.parse_args()
 
-    wait_passively()
+    spin_briefly()
     load, results, needed = load_average(), {}, {}
     for batch in args.batches:
         vocab = {"draft_vocab": args.draft_vocab}

@@ -29,7 +29,7 @@ from harness import ArmProcess, bench_parser, load_average, paired_ratio, proven
 from rollout_speed import EngineArm, TransformersArm, Workload, decode_in_turns, start_arms, summary, total  # noqa: E402
 
 from rlpipe.actors.engines import make_engine  # noqa: E402
-from rlpipe.config.openmp import wait_passively  # noqa: E402
+from rlpipe.config.openmp import spin_briefly  # noqa: E402
 from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
 from rlpipe.config.run import Config, ModelConfig, RunSettings  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--plain-model", type=Path, help="for transformers and SGLang, if another")
     args = parser.parse_args()
 
-    wait_passively()
+    spin_briefly()
     load, size = load_average(), target_bytes(args.model, args.dtype)
     plain = args.plain_model or args.model
     results: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from rollout_speed import (  # noqa: E402
     total,
 )
 
-from rlpipe.config.openmp import wait_passively  # noqa: E402
+from rlpipe.config.openmp import spin_briefly  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 
 CHAINS = (3, 6)
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
 
-    wait_passively()
+    spin_briefly()
     load, results = load_average(), {}
     for batch in args.batches:
         arms: dict[str, Callable[[], Any]] = {

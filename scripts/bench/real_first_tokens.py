@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from rlpipe.config.openmp import wait_passively  # noqa: E402
+from rlpipe.config.openmp import spin_briefly  # noqa: E402
 
-wait_passively()  # before torch is loaded: the engine decodes in this process
+spin_briefly()  # before torch is loaded: the engine decodes in this process
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

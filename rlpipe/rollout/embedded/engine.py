@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from rlpipe.config.draft_vocab import read_draft_vocab
+from rlpipe.config.openmp import release_threads, watch_for_contention
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig, check_embedded
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models import read_architecture
@@ -106,6 +107,8 @@ class EmbeddedEngine:
         self._paused = self._closed = False
         self._failure: BaseException | None = None
 
+        watch_for_contention()
+        release_threads()
         self._thread = threading.Thread(target=self._main, name="rlpipe-engine", daemon=True)
         self._thread.start()
 
@@ -260,6 +263,7 @@ class EmbeddedEngine:
         while True:
             with self._wake:
                 while not (self._inbox or self._closed or self._has_work()):
+                    release_threads()
                     self._wake.wait()
                 # After this is set, no action is added to the inbox.
                 closed = self._closed
