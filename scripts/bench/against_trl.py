@@ -2,10 +2,11 @@
 
 Every arm trains the same checkpoint on the prompts and scores of recipes/smollm_rl, with the same numbers of
 prompts, attempts, tokens and threads, and the same learning rate. The arm `rlpipe` uses the recipe's
-settings; `trl_bf16` has weights in bfloat16, `trl_autocast` has weights in float32 and products in bfloat16,
-`trl_fp32` has both in float32. All other settings are the defaults of rlpipe and TRL. No arm uses draft
-tokens. Arms take turns, with one run of each per seed, in an order that is reversed for every other seed. TRL
-runs in its own Python environment (`--trl-python`).
+settings, and generates the next batch while it trains if `--staleness` is 1; `trl_bf16` has weights in
+bfloat16, `trl_autocast` has weights in float32 and products in bfloat16, `trl_fp32` has both in float32. All
+other settings are the defaults of rlpipe and TRL. No arm uses draft tokens. Arms take turns, with one run of
+each per seed, in an order that is reversed for every other seed. TRL runs in its own Python environment
+(`--trl-python`).
 
 Reported are seconds a step (the first is warm-up) and the held-out reward, mean over the tasks, at two
 points. "At equal steps" is the last step that every arm took. "At equal minutes of training" is the end of
@@ -58,6 +59,7 @@ def run_rlpipe(settings: argparse.Namespace, seed: int) -> Run:
             f"pipeline.prompts_per_step={settings.prompts}",
             f"pipeline.group_size={settings.group}",
             f"rollout.max_new_tokens={settings.max_new_tokens}",
+            f"pipeline.max_staleness={settings.staleness}",
             f"rollout.threads={settings.threads}",
             f"trainer.threads={settings.threads}",
             f"trainer.lr={settings.lr}",
@@ -236,6 +238,7 @@ def main() -> None:
     parser.add_argument("--val-every", type=int, default=5)
     parser.add_argument("--val-instances", type=int, default=60, help="held-out prompts of each task")
     parser.add_argument("--runs", type=Path, help="folder of finished runs with the same settings")
+    parser.add_argument("--staleness", type=int, default=0, help="pipeline.max_staleness of rlpipe")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=40)
