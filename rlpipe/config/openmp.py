@@ -87,7 +87,9 @@ def watch_for_contention() -> None:
 
 
 def _watch() -> None:
+    # Until the first measurement, assume that they compete: that costs less if it is wrong.
     surplus = _Surplus()
+    surplus.keep(wanted=True)
     before = scheduled_seconds()
     while True:
         time.sleep(_INTERVAL_S)

@@ -92,11 +92,15 @@ def test_while_threads_compete_for_cores_there_are_more_of_them_than_cores():
     """Then the runtime lets them sleep at once. Four busy threads share one core."""
     code = """
 import os
+cores, quiet = len(os.sched_getaffinity(0)), threads() + 1
+measured, openmp.is_contended = openmp.is_contended, lambda *_: True
 openmp._INTERVAL_S = 0.5
 openmp.watch_for_contention()
 openmp.watch_for_contention()  # the second call starts nothing
-quiet = threads()
-cores = len(os.sched_getaffinity(0))
+until(lambda: threads() == quiet + cores)
+openmp.is_contended = lambda *_: False
+until(lambda: threads() == quiet)
+openmp.is_contended = measured
 stop = threading.Event()
 def busy():
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -110,7 +114,7 @@ stop.set()
 for thread in competing:
     thread.join()
 openmp.is_contended = lambda *_: False  # other tests may run on the same cores
-until(lambda: threads() <= quiet)
+until(lambda: threads() == quiet)
 print("done")
 """
     assert python(code) == ["done"]
