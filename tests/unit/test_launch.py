@@ -91,45 +91,56 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(tmp_path, mon
     assert capsys.readouterr().err == ""
 
 
-def test_the_first_reason_to_leave_counts():
-    """Ending Ray, as a second Ctrl-C does, makes Ray's end known: no reason of its own."""
-    code = (
-        "import threading, types\n"
-        "from rlpipe.launch import _Leaving\n"
-        "def close(at_once):\n"
-        "    told = threading.Thread(target=leave, args=('Ray died', 'failed', 1))\n"
-        "    told.start(), told.join()\n"
-        "bus = types.SimpleNamespace(event=lambda *_, **__: None, close=lambda timeout: None)\n"
-        "checkpoints = types.SimpleNamespace(steps=lambda: [])\n"
-        "leave = _Leaving(types.SimpleNamespace(close=close), bus, checkpoints)\n"
-        "leave('stopped at once', 'interrupted', 130)\n"
-    )
+# Makes `leave`, of a task whose function `close` is there already.
+LEAVE = """
+bus = types.SimpleNamespace(event=lambda *_, **__: None, close=lambda timeout: None)
+checkpoints = types.SimpleNamespace(steps=lambda: [])
+leave = _Leaving(types.SimpleNamespace(close=close), bus, checkpoints)
+"""
+
+
+def left_by(code):
+    """Run code in a fresh interpreter, which leaves with the status of a second Ctrl-C; return its errors."""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 130, ended.stderr
-    assert "stopped at once" in ended.stderr and "Ray died" not in ended.stderr
+    return ended.stderr
+
+
+def test_the_first_reason_to_leave_counts():
+    """Ending Ray, as a second Ctrl-C does, makes Ray's end known: no reason of its own."""
+    code = f"""
+import threading, types
+from rlpipe.launch import _Leaving
+def close(at_once):
+    told = threading.Thread(target=leave, args=('Ray died', 'failed', 1))
+    told.start(), told.join()
+{LEAVE}
+leave('stopped at once', 'interrupted', 130)
+"""
+    errors = left_by(code)
+    assert "stopped at once" in errors and "Ray died" not in errors
 
 
 def test_a_second_ctrl_c_while_the_first_is_being_answered_stops_at_once():
     """Python runs a handler between two writes of a `print`, which raises where the handler prints too."""
-    code = (
-        "import io, os, signal, sys, types\n"
-        "from rlpipe.launch import _Leaving, _stopping\n"
-        "class Interrupting(io.RawIOBase):\n"
-        "    def writable(self):\n"
-        "        return True\n"
-        "    def write(self, text):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "        return len(text)\n"
-        "bus = types.SimpleNamespace(event=lambda *_, **__: None, close=lambda timeout: None)\n"
-        "checkpoints = types.SimpleNamespace(steps=lambda: [])\n"
-        "leave = _Leaving(types.SimpleNamespace(close=lambda at_once: None), bus, checkpoints)\n"
-        "sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupting()))\n"
-        "with _stopping(lambda: os.kill(os.getpid(), signal.SIGINT), leave):\n"
-        "    print('a line of the run', file=sys.stderr, flush=True)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 130, ended.stderr
-    assert "Ctrl-C again" in ended.stderr and "stopped at once" in ended.stderr
+    code = f"""
+import io, os, signal, sys, types
+from rlpipe.launch import _Leaving, _stopping
+class Interrupting(io.RawIOBase):
+    def writable(self):
+        return True
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGINT)
+        return len(text)
+def close(at_once):
+    pass
+{LEAVE}
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupting()))
+with _stopping(lambda: os.kill(os.getpid(), signal.SIGINT), leave):
+    print('a line of the run', file=sys.stderr, flush=True)
+"""
+    errors = left_by(code)
+    assert "Ctrl-C again" in errors and "stopped at once" in errors
 
 
 def test_a_step_that_repeats_instances_is_said(capsys):

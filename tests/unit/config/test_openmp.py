@@ -12,13 +12,15 @@ from rlpipe.config.openmp import SHORT, is_contended, spin_briefly
 
 pytestmark = pytest.mark.unit
 
+CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+UNCHOSEN = {name: value for name, value in os.environ.items() if name not in CHOICES}
 ENTRIES = {
     "command": "from rlpipe.cli.main import main; main(['--version'])",
     "python API": "import rlpipe; rlpipe.Config",
 }
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+@pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_of_the_user_stays(name):
     variables = {name: "7"}
     spin_briefly(variables)
@@ -28,12 +30,9 @@ def test_a_choice_of_the_user_stays(name):
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_limit_is_set_before_torch_reads_it(entry):
     report = "import os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
-    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-    variables = {name: value for name, value in os.environ.items() if name not in chosen}
-
     done = subprocess.run(
         [sys.executable, "-c", f"{ENTRIES[entry]}\n{report}"],
-        env=variables,
+        env=UNCHOSEN,
         capture_output=True,
         text=True,
         check=True,
@@ -44,7 +43,7 @@ def test_the_limit_is_set_before_torch_reads_it(entry):
 
 
 def python(code, **variables):
-    """What a fresh interpreter prints, in which torch computes with two threads."""
+    """Run code in a fresh interpreter, in which torch computes with two threads; return what it prints."""
     begin = """
 import threading, time
 from pathlib import Path
@@ -63,11 +62,9 @@ def until(condition):
 torch.set_num_threads(2)
 compute()
 """
-    choices = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-    kept = {name: value for name, value in os.environ.items() if name not in choices}
     done = subprocess.run(
         [sys.executable, "-c", begin + code],
-        env=kept | variables,
+        env=UNCHOSEN | variables,
         capture_output=True,
         text=True,
         timeout=120,
