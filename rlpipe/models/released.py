@@ -55,5 +55,9 @@ RELEASED: dict[str, Release] = {
 
 def cache_directory(name: str) -> Path:
     """Return the directory in the user's cache in which `rlpipe fetch` stores a released model."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
-    return cache / "rlpipe" / "models" / name
+    return user_cache() / "models" / name
+
+
+def user_cache() -> Path:
+    """Return the user's directory for what can be obtained again, such as models and compiled kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rlpipe"

@@ -9,6 +9,8 @@ import torch
 
 from rlpipe.models import Architecture
 from rlpipe.models.base import ROUTER_BIAS
+from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded.amx import WholeLayer
 from rlpipe.rollout.embedded.latent import LatentOutput, LatentProjection
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
@@ -25,6 +27,25 @@ class Layer:
     output: Linear | LatentOutput
     post_norm: torch.Tensor
     mlp: GatedMlp | Mixture
+    whole: WholeLayer | None = None  # runs the layer in one call
+
+
+def whole_layer(layer: Layer, arch: Architecture) -> WholeLayer | None:
+    """Return what runs a layer in one call, valid while the layer lives; None if that is not possible."""
+    mlp = layer.mlp
+    if not amx.fits(arch) or not isinstance(mlp, GatedMlp) or layer.q_norm is not None:
+        return None
+    products = layer.qkv, layer.output, mlp.gate_up, mlp.down
+    linear = [product for product in products if isinstance(product, Linear) and product.kernels is not None]
+    if len(linear) < len(products):
+        return None
+
+    tensors = [tensor for product in linear for tensor in (product.weight, product.bias)]
+    tensors = [layer.input_norm, *tensors[:4], layer.post_norm, *tensors[4:]]
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    sizes = arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.rotary_dim, linear[3].inputs
+    return WholeLayer(*addresses, *sizes, arch.norm_eps, arch.head_dim**-0.5)
 
 
 def make_layer(
@@ -87,9 +108,11 @@ def make_layer(
         names = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
         attention = fused(names, rotated=2), *qk_norms, fused(("self_attn.o_proj",))
 
-    return Layer(
+    layer = Layer(
         get(f"{prefix}input_layernorm.weight"),
         *attention,
         get(f"{prefix}post_attention_layernorm.weight"),
         mixture() if f"{prefix}mlp.gate.weight" in weights else mlp("mlp"),
     )
+    layer.whole = whole_layer(layer, arch)
+    return layer

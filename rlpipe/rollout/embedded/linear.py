@@ -1,8 +1,11 @@
 """Matrix products of the engine: the fastest CPU kernel for each size, F.linear on other devices.
 
+In bfloat16 with AMX, products of a few rows use our kernel (`amx`) and others F.linear, both with the weight
+as it is stored.
+
 PyTorch's float32 F.linear uses MKL, which on some CPUs uses only AVX2. There oneDNN with a prepacked weight
 is up to 2.2x faster for a few dozen rows or more. It has a fixed cost of about 8 us, so small products stay
-with MKL. bfloat16 gains from prepacking at every size.
+with MKL. bfloat16 without AMX gains from prepacking at every size.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.config.rollout import PACKED_FROM
+from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded.huge_pages import HugePages
 
 _PACK_FOR_ROWS = 32
+_PAGES = HugePages()
 
 
 class Linear:
     """y = x W^T + b, x of shape [N, in]."""
 
-    __slots__ = ("_packed", "_packed_from", "bias", "weight")
+    __slots__ = ("_packed", "_packed_from", "bias", "inputs", "kernels", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Store the weight [out, in] and bias ([out] or None), prepacked where that is faster.
@@ -28,9 +34,15 @@ class Linear:
         """
         self.weight: torch.Tensor | None = weight.contiguous()
         self.bias = bias
+        self.inputs = weight.shape[1]
         self._packed = None
         self._packed_from = float("inf")  # number of rows from which the prepacked weight is used
-        if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+
+        # `kernels`: those that compute the products of few rows, None for torch's.
+        self.kernels = amx.usable(weight.device, weight.dtype) if amx.Kernels.can_multiply(weight) else None
+        if self.kernels is not None:
+            self.weight = _PAGES.copy(weight)
+        elif weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
             if weight.dtype == torch.float32:
                 self._packed_from = PACKED_FROM / max(1, weight.numel())
             elif weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -43,6 +55,8 @@ class Linear:
             self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None and self.weight is not None and len(x) <= amx.MANY_ROWS:
+            return self.kernels.linear(x, self.weight, self.bias)
         if self.weight is None or x.shape[0] >= self._packed_from:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)

@@ -20,7 +20,10 @@ class GatedMlp:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
+        both = self.gate_up(x)
+        if self.down.kernels is not None:
+            return self.down(self.down.kernels.gate(both))
+        gate, up = both.chunk(2, -1)
         return self.down(F.silu(gate).mul_(up))
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.models import Architecture
+from rlpipe.rollout.embedded import amx
 from rlpipe.rollout.embedded.attention import (
     attend,
     attend_products,
@@ -33,6 +34,7 @@ from rlpipe.rollout.embedded.attention import (
     use_products,
 )
 from rlpipe.rollout.embedded.graphs import Graphs
+from rlpipe.rollout.embedded.huge_pages import HugePages
 from rlpipe.rollout.embedded.layer import Layer, make_layer
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.mtp import MtpLayer
@@ -110,8 +112,15 @@ class Model:
         # MoE passes cannot be captured, because they need each expert's number of tokens on the host.
         graphs = graphs and arch.experts is None
         kept = rows + graphs
-        self.cache = torch.zeros(layers, sides, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        shape = (layers, sides, kept, kv_heads, slots, head_dim)
+        if device.type == "cpu":
+            self.cache = HugePages().zeros(*shape, dtype=dtype)
+        else:
+            self.cache = torch.zeros(shape, device=device, dtype=dtype)
         self.target_cache = self.cache[: arch.layers]
+
+        # Kernels for everything but the products, which choose theirs; None for torch's.
+        self._kernels = amx.usable(device, dtype) if amx.fits(arch) else None
 
         # Where each key and value head of a row begins in the flat cache of a layer.
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
@@ -149,6 +158,8 @@ class Model:
         # A tied head is the embedding, even if the checkpoint also stores it separately.
         head = self.embedding if self.arch.tied else get("lm_head.weight")
         self.head = Linear(head)
+        if self.arch.tied and self.head.weight is not None:
+            self.embedding = self.head.weight  # one copy for both
         if self.draft_model is None:
             ids = self._mtp_ids
             self._draft_head = self.head if ids is None else Linear(head.index_select(0, ids))
@@ -189,14 +200,15 @@ class Model:
         `Span`.
         """
         batch, width = positions.shape
-        arch, products = self.arch, use_products(width, self.device)
+        arch, few = self.arch, use_products(width, self.device)
+        products, own = few and self._kernels is None, few and self._kernels is not None
 
         contexts, context = np.broadcast_to(context, batch), int(np.max(context))
         slots = positions if slots is None else slots
         if unseen is None:
             unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
 
-        mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
+        mask = torch.zeros(unseen.shape, device=self.device, dtype=torch.float32 if own else self.dtype)
         mask.masked_fill_(unseen, float("-inf"))
         seen = self.cache[:, :, first : first + batch, :, :context]
         if products:
@@ -213,6 +225,7 @@ class Model:
             mask=mask,
             keys=seen[:, 0].unbind(0),
             values=seen[:, -1].unbind(0),
+            contexts=torch.tensor(contexts, dtype=torch.int64) if own else None,
             decoding=decoding,
         )
 
@@ -324,15 +337,18 @@ class Model:
     ) -> torch.Tensor:
         """Run one layer over all spans, and return its output."""
         arch, (slots, rotation) = self.arch, shared
-        heads = arch.heads
+        heads, kernels = arch.heads, self._kernels
+        # In one call if possible: with a single token, Python takes as long as the kernels between two calls.
+        whole, span, cache = layer.whole, spans[0], self._flat[index]
+        plain = len(spans) == 1 and read is None and selects is None and len(x) <= amx.MANY_ROWS
+        if kernels is not None and whole is not None and plain and span.contexts is not None:
+            return kernels.layer(
+                whole, x, span=span, index=index, rotation=rotation, slots=slots, cache=cache
+            )
+
         read = self.norm(x, layer.input_norm) if read is None else read
 
-        if arch.latent:
-            qkv = layer.qkv(read, lambda part: self._rotate(part, rotation))
-        else:
-            qkv = self._grouped(layer, read, rotation)
-
-        self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, arch.cached_dim))
+        qkv = self._project(layer, read, rotation, slots, cache)
         masks = [span.mask for span in spans]
 
         # The keys of all tokens are in the cache now; continue only with the selected tokens.
@@ -344,31 +360,58 @@ class Model:
         attended, start = [], 0
         for span, mask in zip(spans, masks, strict=True):
             stop = start + (span.batch if selects is not None else span.tokens)
-            query = qkv[start:stop, :heads].unflatten(0, (span.batch, -1))
-            keys, values = span.keys[index], span.values[index]
+            query, keys, values = qkv[start:stop, :heads], span.keys[index], span.values[index]
+            start = stop
+            if kernels is not None and span.contexts is not None:
+                limits = {"mask": mask, "contexts": span.contexts, "scale": self._scale}
+                attended.append(kernels.attend(query, keys, values, **limits))
+                continue
+
+            query = query.unflatten(0, (span.batch, -1))
             if span.pieces:
                 attended.append(attend_products(query, keys, values, mask, span.pieces, self._scale))
             else:
                 attended.append(attend(query, keys, values, mask, self._scale))
-            start = stop
 
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
 
-    def _grouped(self, layer: Layer, read: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Compute queries, keys and values, in this order: [N, H] -> [N, heads + 2 * kv_heads, head_dim]."""
+    def _project(
+        self,
+        layer: Layer,
+        read: torch.Tensor,
+        rotation: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute queries, then what is cached, and write that to a layer's flat cache.
+
+        read: [N, H]. Returns [N, heads + 2 * kv_heads, head_dim], or [N, heads + 1, d] with latent attention.
+        """
         arch, heads, turned = self.arch, self.arch.heads, self.arch.heads + self.arch.kv_heads
+        if arch.latent:
+            qkv = layer.qkv(read, lambda part: self._rotate(part, rotation))
+            cache.index_copy_(0, slots, qkv[:, heads:].reshape(-1, arch.cached_dim))
+            return qkv
+
         qkv = layer.qkv(read).view(len(read), -1, arch.head_dim)
 
         if layer.q_norm is not None:
             shape, keys = (arch.head_dim,), qkv[:, heads:turned]
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], shape, layer.q_norm, arch.norm_eps)
             keys.copy_(F.rms_norm(keys, shape, layer.k_norm, arch.norm_eps))
+
+        if self._kernels is not None:
+            self._kernels.rotate_and_store(qkv, rotation, slots, cache, heads=heads, turned=turned)
+            return qkv
         self._rotate(qkv[:, :turned, : arch.rotary_dim], rotation)
+        cache.index_copy_(0, slots, qkv[:, heads:].reshape(-1, arch.head_dim))
         return qkv
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Apply RMSNorm to x [N, H]; on a CPU with five kernels instead of F.rms_norm's nine or so."""
+        """Apply RMSNorm to x [N, H]; on a CPU with one or five kernels instead of F.rms_norm's nine or so."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, weight, self.arch.norm_eps)
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
         squares = torch.linalg.vecdot(x, x).unsqueeze(-1)

@@ -21,8 +21,9 @@ class Span:
     slots: [B, q, keys and values], index in a layer's flat cache of each key and value head of a token.
     rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots to attend to. mask: 0 or
     -inf, [B, q, L]; with pieces, expanded by `attention.expand_mask`. pieces: groups of rows that attend
-    together in two batched products; if empty, one kernel runs over all rows. decoding: whether the rows are
-    the first rows of the cache and have the few tokens of a decode step.
+    together in two batched products; if empty, one kernel runs over all rows. contexts: [B] int64, how many
+    keys of each row `amx.Kernels.attend` reads; None if it is not used. decoding: whether the rows are the
+    first rows of the cache and have the few tokens of a decode step.
     """
 
     batch: int
@@ -33,6 +34,7 @@ class Span:
     mask: torch.Tensor
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    contexts: torch.Tensor | None = None
     decoding: bool = False
 
     @property
@@ -52,6 +54,7 @@ class Span:
             mask=self.mask[:, part],
             keys=self.keys,
             values=self.values,
+            contexts=self.contexts,
             decoding=self.decoding,
         )
 

@@ -1,0 +1,223 @@
+"""The kernels of a decode step in bfloat16 on CPUs with AMX, compiled by the user's C compiler (`amx.c`).
+
+A decode step reads all weights for a few rows, so memory bounds it. With a released model of 135M parameters,
+oneDNN's products of 1 to 16 rows take about twice as long as reading the weights takes. These kernels take
+1.3 times as long, and do the operations between the products in one pass each. They also need no second,
+prepacked copy of a weight.
+
+`kernels` compiles them once for each version of the source, in about two seconds, into the user's cache.
+Without AMX, Linux or a compiler there are none, and the model uses torch's operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from rlpipe.models import Architecture
+from rlpipe.models.released import user_cache
+from rlpipe.rollout.embedded.span import Span
+
+logger = logging.getLogger(__name__)
+
+MANY_ROWS = 64  # products of more rows are oneDNN's
+MOST_CHANNELS = 512  # of a head, see `attend` in amx.c
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-fPIC")
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_SIGNATURES = {
+    "linear": [_POINTER] * 6 + [_LONG] * 3,
+    "rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
+    "gate": [_POINTER] * 2 + [_LONG] * 2,
+    "rotate_and_store": [_POINTER] * 4 + [_LONG] * 6,
+    "attend": [_POINTER] * 6 + [_LONG] * 11 + [_FLOAT],
+    "layer": [_POINTER] * 10 + [_LONG] * 7,
+}
+
+
+class WholeLayer(ctypes.Structure):
+    """The addresses of a layer's weights, and its sizes, for `Kernels.layer`; see `layer.whole_layer`."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "output", "output_bias")),
+        *((name, _POINTER) for name in ("post_norm", "gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name, _LONG) for name in ("hidden", "heads", "kv_heads", "size", "rotary", "inner")),
+        *((name, _FLOAT) for name in ("eps", "scale")),
+    )
+
+
+class Kernels:
+    """The compiled kernels, for tensors in bfloat16 on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library = library
+
+    @staticmethod
+    def can_multiply(weight: torch.Tensor) -> bool:
+        """Return whether `linear` can use a weight [out, in]."""
+        return weight.shape[0] >= 32 and weight.shape[1] % 32 == 0
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute x W^T + b for a few rows; see `can_multiply`.
+
+        Shapes: x [N, in], weight [out, in] contiguous, bias [out] or None -> [N, out].
+        """
+        rows, (outputs, inputs) = len(x), weight.shape
+        x, y, work = x.contiguous(), x.new_empty(rows, outputs), x.new_empty(rows * inputs)
+        added = None if bias is None else bias.data_ptr()
+        self._library.linear(
+            *(weight.data_ptr(), added, x.data_ptr(), None, y.data_ptr(), work.data_ptr()),
+            *(rows, outputs, inputs),
+        )
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Compute RMSNorm of x [N, H], rounded once; H: a multiple of 16."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._library.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), *x.shape, eps)
+        return y
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Compute silu(gate) * up, rounded once: [N, 2 I] contiguous -> [N, I]; I: a multiple of 16."""
+        rows, both = gate_up.shape
+        y = gate_up.new_empty(rows, both // 2)
+        self._library.gate(gate_up.data_ptr(), y.data_ptr(), rows, both // 2)
+        return y
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotation: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        heads: int,
+        turned: int,
+    ) -> None:
+        """Apply RoPE to queries and keys in place, and copy keys and values to a layer's cache.
+
+        qkv: [N, all heads, D] contiguous. rotation: [N, 1, R / 2] complex64, R a multiple of 16. slots: [N *
+        heads of keys and values] int64, indices in cache [slots, D]. heads: number of query heads. turned:
+        number of query and key heads.
+        """
+        rows, every, size = qkv.shape
+        pointers = (qkv.data_ptr(), rotation.data_ptr(), slots.data_ptr(), cache.data_ptr())
+        self._library.rotate_and_store(*pointers, rows, every, turned, heads, size, 2 * rotation.shape[-1])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        mask: torch.Tensor,
+        contexts: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Compute softmax(scale q k^T + mask) v with grouped heads, for a few queries of each row.
+
+        query: [B * q, heads, D], D a multiple of 32 and at most MOST_CHANNELS. keys, values: [B, kv_heads, L,
+        D], views of the cache. mask: [B, q, L] float32, 0 or -inf. contexts: [B] int64, the number of keys of
+        each row to read. Returns [B * q, heads * D].
+        """
+        tokens, heads, size = query.shape
+        batch, kv_heads, length = keys.shape[:3]
+        y = query.new_empty(tokens, heads * size)
+        self._library.attend(
+            *(tensor.data_ptr() for tensor in (query, keys, values, mask, contexts, y)),
+            *(batch, tokens // batch, kv_heads, heads // kv_heads, size, length),
+            *(query.stride(0), keys.stride(0), keys.stride(1), mask.stride(0), mask.stride(1)),
+            scale,
+        )
+        return y
+
+    def layer(
+        self,
+        layer: WholeLayer,
+        x: torch.Tensor,
+        *,
+        span: Span,
+        index: int,
+        rotation: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run a layer over the tokens x [N, H] of one span, and write their keys and values.
+
+        span: has `contexts`. index: index of the layer. rotation, slots, cache: see `rotate_and_store`.
+        """
+        y, keys, values, mask = torch.empty_like(x), span.keys[index], span.values[index], span.mask
+        tensors = x, y, rotation, slots, cache, keys, values, mask, span.contexts
+        self._library.layer(
+            ctypes.byref(layer),
+            *(tensor.data_ptr() for tensor in tensors if tensor is not None),
+            *(span.batch, span.width, keys.shape[2]),
+            *(keys.stride(0), keys.stride(1), mask.stride(0), mask.stride(1)),
+        )
+        return y
+
+
+def fits(arch: Architecture) -> bool:
+    """Return whether all kernels can compute a model."""
+    return (
+        arch.latent is None
+        and arch.hidden % 16 == 0
+        and arch.rotary_dim % 16 == 0
+        and arch.head_dim % 32 == 0
+        and arch.head_dim <= MOST_CHANNELS
+    )
+
+
+def usable(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """Return the kernels if they are for tensors on this device and of this dtype."""
+    return kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+
+
+@cache
+def kernels() -> Kernels | None:
+    """Compile and load the kernels, or load them from the cache; None if this machine cannot have them."""
+    if sys.platform != "linux" or not torch.cpu._is_amx_tile_supported() or not torch.cpu._init_amx():
+        return None
+    source = _SOURCE.read_bytes()
+    version = hashlib.sha256(source + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    path = user_cache() / "kernels" / f"amx-{version}.so"
+    try:
+        if not path.exists():
+            _compile(path)
+        return Kernels(ctypes.CDLL(str(path)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.warning("Decoding in bfloat16 is slower, because %s cannot be compiled: %s", _SOURCE, reason)
+        return None
+
+
+def _compile(path: Path) -> None:
+    """Compile the source to a shared library. Raises FileNotFoundError without a compiler."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler: install gcc, or set CC")
+
+    # Linked without an OpenMP runtime of its own, it uses the one that torch has loaded, and its threads.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part, whole = Path(folder) / "amx.o", Path(folder) / "amx.so"
+        steps = [*_FLAGS, "-c", _SOURCE, "-o", part], ["-shared", part, "-lm", "-o", whole]
+        for step in steps:
+            subprocess.run([*compiler.split(), *step], check=True, capture_output=True, text=True)
+        whole.replace(path)  # so that processes that compile at the same time do not meet

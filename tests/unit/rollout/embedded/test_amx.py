@@ -1,0 +1,205 @@
+"""The CPU kernels of a decode step against torch in float32, and a model that uses them against one without.
+
+They exist only on CPUs with AMX; elsewhere the engine uses torch's operations, which the other tests compare.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config, read_weights
+from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded.huge_pages import HugePages
+from rlpipe.rollout.embedded.model import Model
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.unit
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+with_amx = pytest.mark.skipif(not HAS_AMX, reason="this CPU has no AMX")
+ROUNDING = 2**-8  # relative, of bfloat16
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """Allow the error of one rounding, and the float32 error of a sum."""
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.float(), exact, rtol=ROUNDING, atol=1e-4)
+
+
+@with_amx
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (50, 64), (96, 576), (71, 1536)])
+def test_products_equal_float32(outputs, inputs, threads):
+    weight, bias = HugePages().copy(_random(outputs, inputs)), _random(outputs, seed=1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50, amx.MANY_ROWS):
+            x = _random(rows, inputs, seed=rows)
+            for added in (None, bias):
+                ours = amx.kernels().linear(x, weight, added)
+                _assert_rounded_once(
+                    ours, F.linear(x.float(), weight.float(), added if added is None else added.float())
+                )
+    finally:
+        torch.set_num_threads(before)
+
+
+@with_amx
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    weight, x = _random(64, 96), _random(40, 96, seed=1)
+    every = amx.kernels().linear(x, weight, None)
+    for row in (0, 17, 39):
+        assert torch.equal(amx.kernels().linear(x[row : row + 1], weight, None)[0], every[row])
+
+
+@with_amx
+@pytest.mark.parametrize("rows", [1, 40])
+def test_norm_and_gate_equal_float32(rows):
+    x, weight = _random(rows, 576) * 3, _random(576, seed=1)
+    exact = F.rms_norm(x.float(), (576,), weight.float(), 1e-5)
+    _assert_rounded_once(amx.kernels().rms_norm(x, weight, 1e-5), exact)
+
+    both = torch.cat((_random(rows, 512) * 8, _random(rows, 512, seed=2)), -1)
+    both[0, :4] = torch.tensor([0.0, -90.0, 90.0, -3e38])
+    gate, up = both.float().chunk(2, -1)
+    _assert_rounded_once(amx.kernels().gate(both), F.silu(gate) * up)
+
+
+@with_amx
+@pytest.mark.parametrize("partial", [False, True])
+def test_keys_and_values_are_rotated_and_stored(partial):
+    rows, heads, kv_heads, size = 5, 4, 2, 64
+    qkv, cache = _random(rows, heads + 2 * kv_heads, size), torch.zeros(40, size, dtype=torch.bfloat16)
+    width = 32 if partial else size
+    angles = torch.rand(rows, 1, width // 2, generator=torch.Generator().manual_seed(1)) * 6
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(2))[: rows * 2 * kv_heads]
+
+    exact = qkv.float()
+    turned = torch.view_as_complex(exact[:, :6, :width].unflatten(-1, (-1, 2)).contiguous()) * rotation
+    exact[:, :6, :width] = torch.view_as_real(turned).flatten(-2)
+    amx.kernels().rotate_and_store(qkv, rotation, slots, cache, heads=heads, turned=heads + kv_heads)
+    _assert_rounded_once(qkv, exact)
+    assert torch.equal(cache[slots], qkv[:, heads:].reshape(-1, size))
+    assert (cache != 0).any(1).sum() == len(slots)
+
+
+@with_amx
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_attention_equals_float32(size, width, group):
+    """Rows of unlike lengths, with slots in the middle that are hidden, and NaN beyond what a row reads."""
+    kv_heads, contexts = 2, torch.tensor([40, 17, 33, 16])
+    cache = _random(2, 4, kv_heads, 50, size)
+    for row, context in enumerate(contexts.tolist()):
+        cache[:, row, :, context:] = float("nan")
+    keys, values = cache[0, :, :, :40], cache[1, :, :, :40]
+    every = _random(4 * width, kv_heads * (group + 2), size, seed=1)
+    query = every[:, : kv_heads * group]
+
+    seen = torch.rand(4, width, 40, generator=torch.Generator().manual_seed(2)) < 0.7
+    seen[..., 0] = True
+    seen &= torch.arange(40) < contexts[:, None, None]
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    ours = amx.kernels().attend(query, keys, values, mask=mask, contexts=contexts, scale=0.2)
+
+    scores = torch.einsum(
+        "bqhgd,bhld->bhgql", query.float().view(4, width, kv_heads, group, size), keys.float()
+    )
+    weights = (0.2 * scores).masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    exact = torch.einsum("bhgql,bhld->bqhgd", weights, values.float().nan_to_num())
+    torch.testing.assert_close(ours.float(), exact.reshape(4 * width, -1), rtol=2 * ROUNDING, atol=2e-3)
+
+
+FAMILIES = {
+    "grouped heads": {"family": "llama"},
+    "biases": {"family": "qwen2"},
+    "normed queries and keys": {"family": "qwen3"},
+    "experts": {"family": "qwen3_moe"},
+    "latent attention": {"family": "deepseek_v3"},
+    "a draft": {"family": "mimo", "tie": True},
+}
+
+
+@with_amx
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, monkeypatch, name):
+    """Prefill, single tokens, several tokens, and a pass that joins rows of both kinds."""
+    sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 96, "dtype": torch.bfloat16}
+    path = write_random_checkpoint(tmp_path, **{"head_dim": 32} | FAMILIES[name] | sizes)
+    exact = _states(path, torch.float32)
+    ours = _states(path, torch.bfloat16)
+    monkeypatch.setattr(amx, "kernels", lambda: None)
+    torchs = _states(path, torch.bfloat16)
+    for own, other, true in zip(ours, torchs, exact, strict=True):
+        error, usual = ((states.float() - true).square().mean().sqrt() for states in (own, other))
+        assert error < 1.3 * usual + 1e-3
+        assert error < 0.2 * true.square().mean().sqrt()
+
+
+def _states(path, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the logits of target and draft in a few passes."""
+    arch = read_architecture(read_config(path))
+    drafts = arch.mtp_layers > 0
+    model = Model(
+        arch, read_weights(path), mtp=drafts, rows=4, slots=80, device=torch.device("cpu"), dtype=dtype
+    )
+    tokens = torch.randint(0, 64, (3, 60), generator=torch.Generator().manual_seed(0))
+    lengths, states = torch.tensor([20, 9, 14]), []
+
+    def run(width: int, *, alone: bool = True) -> None:
+        positions = lengths[:, None] + torch.arange(width)
+        spans = [model.span(0, positions, (lengths + width).numpy(), decoding=True)]
+        given = tokens.gather(1, positions).flatten()
+        if not alone:
+            spans.append(model.span(3, torch.arange(30)[None], 30))
+            given = torch.cat((given, tokens[0, :30]))
+        hidden = model.forward(given, spans)
+        states.append(model.logits(hidden))
+        if drafts:
+            selects = [torch.full((span.batch,), span.width - 1) for span in spans]
+            states.append(model.draft_logits(model.draft(given, hidden, spans, selects)))
+            states.append(model.draft_logits(model.draft(given, hidden, spans)))
+        lengths.add_(width)
+
+    model.forward(tokens[:, :20].flatten(), [model.span(0, torch.arange(20).expand(3, 20), 20)])
+    for width in (1, 1, 3, 8, 1):
+        run(width)
+    run(2, alone=False)
+    return states
+
+
+def test_without_a_compiler_the_engine_says_so_and_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    with caplog.at_level(logging.WARNING):
+        assert amx.kernels.__wrapped__() is None
+    assert "no-such-compiler" in caplog.text
+
+    monkeypatch.setenv("CC", "false")
+    assert amx.kernels.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1,), (4096, 5000)])
+def test_memory_in_huge_pages_is_zeroed_and_aligned(shape):
+    pages, tensors = HugePages(), []
+    for value in range(3):
+        tensor = pages.zeros(*shape, dtype=torch.bfloat16)
+        assert tensor.shape == shape and not tensor.any() and tensor.data_ptr() % 64 == 0
+        tensors.append(tensor.fill_(value))
+    assert [bool((tensor == value).all()) for value, tensor in enumerate(tensors)] == [True] * 3
+    assert torch.equal(pages.copy(torch.arange(6).view(2, 3).T), torch.arange(6).view(2, 3).T)
