@@ -122,6 +122,9 @@ def test_two_steps_of_the_recipe_train_the_model_and_measure_every_task(smollm2,
     assert trained == [line["env/no_signal"] < 1 for line in steps] and any(trained)
 
     # In bfloat16 too, engine and trainer are one policy.
-    assert steps[0]["training/rollout_probs_diff_mean"] < 0.03
+    differences = [
+        line["training/rollout_probs_diff_mean"] for line, yes in zip(steps, trained, strict=True) if yes
+    ]
+    assert max(differences) < 0.03
     assert all(0 < line["rollout/distinct_tokens"] <= 1 for line in steps)
     assert all(f"val/{task}/reward" in lines[-1] for task in ("start", "short", "keywords", "largest"))
