@@ -35,6 +35,7 @@ from rlpipe.config.run import Config, ModelConfig, RunSettings  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 from rlpipe.models.checkpoint import has_mtp, is_mtp_weight, read_config, read_weights  # noqa: E402
 from rlpipe.rollout.chat import ChatFormat  # noqa: E402
+from rlpipe.rollout.embedded.huge_pages import HugePages  # noqa: E402
 
 TOPICS = ("the sea", "a bicycle", "bread", "winter", "a lost key", "music", "a small town", "the moon")
 REQUESTS = ("Write three sentences about {}.", "Explain {} to a child.", "Tell a short story about {}.")
@@ -82,7 +83,7 @@ class ReadArm:
 
     def __init__(self, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._data = torch.ones(size // 4)
+        self._data = HugePages().copy(torch.ones(size // 4))  # as the engine's weights
 
     def run(self) -> float:
         """Return the best rate of ten reads."""

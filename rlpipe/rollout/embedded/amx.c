@@ -61,14 +61,16 @@ static void write(const float* sums, const bf16* bias, const bf16* residual, bf1
 // unless NULL. inputs: a multiple of 32. outputs: at least 32. work: space for rows * inputs elements.
 void linear(const bf16* weight, const bf16* bias, const bf16* x, const bf16* residual, bf16* y, void* work,
             long rows, long outputs, long inputs) {
-    // AMX takes pairs of columns as one number, and these with the rows beside each other.
     uint32_t* beside = work;
-    for (long row = 0; row < rows; row++)
-        for (long pair = 0; pair < inputs / 2; pair++)
-            memcpy(beside + pair * rows + row, x + row * inputs + 2 * pair, 4);
 
 #pragma omp parallel
     {
+        // AMX takes pairs of columns as one number, and these with the rows beside each other.
+#pragma omp for schedule(static)
+        for (long pair = 0; pair < inputs / 2; pair++)
+            for (long row = 0; row < rows; row++)
+                memcpy(beside + pair * rows + row, x + row * inputs + 2 * pair, 4);
+
         float sums[TILE * TILE] __attribute__((aligned(64)));
         long before = -1;
 
@@ -226,6 +228,11 @@ void attend(const bf16* query, const bf16* keys, const bf16* values, const float
                             memset(rest, 0, 2 * TILE * size);
                             tile = memcpy(rest, tile, 2 * (context - at) * size);
                         }
+
+                        // Meanwhile fetch the values, which are needed after the softmax.
+                        for (long i = 0; i < TILE * size; i += STEP)
+                            _mm_prefetch((const char*)(value + at * size + i), _MM_HINT_T1);
+
                         _tile_zero(0);
                         for (long i = 0; i < size; i += STEP) {
                             _tile_loadd(4, tile + i, 2 * size);

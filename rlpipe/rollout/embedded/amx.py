@@ -30,7 +30,7 @@ from rlpipe.rollout.embedded.span import Span
 
 logger = logging.getLogger(__name__)
 
-MANY_ROWS = 64  # products of more rows are oneDNN's
+MANY_ROWS = 128  # products of more rows are oneDNN's
 MOST_CHANNELS = 512  # of a head, see `attend` in amx.c
 
 _SOURCE = Path(__file__).with_suffix(".c")
