@@ -340,11 +340,10 @@ class Model:
         heads, kernels = arch.heads, self._kernels
         # In one call if possible: with a single token, Python takes as long as the kernels between two calls.
         whole, span, cache = layer.whole, spans[0], self._flat[index]
-        plain = len(spans) == 1 and read is None and selects is None and len(x) <= amx.MANY_ROWS
+        plain = len(spans) == 1 and read is None and len(x) <= amx.MANY_ROWS
         if kernels is not None and whole is not None and plain and span.contexts is not None:
-            return kernels.layer(
-                whole, x, span=span, index=index, rotation=rotation, slots=slots, cache=cache
-            )
+            x = kernels.layer(whole, x, span=span, index=index, rotation=rotation, slots=slots, cache=cache)
+            return x if selects is None else x.index_select(0, flat_index(spans, selects))
 
         read = self.norm(x, layer.input_norm) if read is None else read
 
