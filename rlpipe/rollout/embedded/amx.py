@@ -34,7 +34,7 @@ MANY_ROWS = 128  # products of more rows are oneDNN's
 MOST_CHANNELS = 512  # of a head, see `attend` in amx.c
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_COMPILERS = ("cc", "gcc", "clang")
+_COMPILERS = ("gcc", "cc")
 _FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-fPIC")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
