@@ -144,9 +144,9 @@ void rms_norm(const bf16* x, const bf16* weight, bf16* y, long rows, long size, 
     }
 }
 
-// e^x with a relative error of 2e-7, and 0 for -inf.
+// e^x with a relative error of 2e-7, 0 for -inf, and NaN for NaN (the result of max is its second argument then).
 static __m512 exponential(__m512 x) {
-    __m512 scaled = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e4f)), _mm512_set1_ps(1.44269504f));
+    __m512 scaled = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-1e4f), x), _mm512_set1_ps(1.44269504f));
     __m512 whole = _mm512_roundscale_ps(scaled, 0), part = _mm512_sub_ps(scaled, whole);
     const float series[] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
     __m512 power = _mm512_set1_ps(1.5403530e-4f);

@@ -121,6 +121,15 @@ def test_attention_equals_float32(size, width, group):
     torch.testing.assert_close(ours.float(), exact.reshape(4 * width, -1), rtol=2 * ROUNDING, atol=2e-3)
 
 
+@with_amx
+def test_a_nan_is_not_hidden():
+    cache, query = _random(2, 1, 1, 20, 32), _random(1, 2, 32, seed=1)
+    cache[0, 0, 0, 5] = float("nan")  # a key
+    limits = {"mask": torch.zeros(1, 1, 20), "contexts": torch.tensor([20]), "scale": 1.0}
+    assert amx.kernels().attend(query, cache[0], cache[1], **limits).isnan().all()
+    assert amx.kernels().gate(torch.full((1, 64), float("nan"), dtype=torch.bfloat16)).isnan().all()
+
+
 FAMILIES = {
     "grouped heads": {"family": "llama"},
     "biases": {"family": "qwen2"},
