@@ -14,10 +14,11 @@
 typedef uint16_t bf16;
 
 enum {
-    TILE = 16,     // rows of a tile, and float32 columns
-    STEP = 32,     // bfloat16 columns of a tile
-    BLOCK = 32,    // outputs, and input rows, that are computed at once
-    SERIAL = 8192  // elements up to which a second thread does not pay
+    TILE = 16,      // rows of a tile, and float32 columns
+    STEP = 32,      // bfloat16 columns of a tile
+    BLOCK = 32,     // outputs, and input rows, that are computed at once
+    SERIAL = 8192,  // elements up to which a second thread does not pay
+    MOST_CHANNELS = 512,  // of a head
 };
 
 // Tiles 0 to 3 hold the sums of two tiles of outputs by two of input rows; 4 and 5 hold weights; 6 and 7
@@ -187,21 +188,101 @@ void rotate_and_store(bf16* qkv, const float* rotation, const int64_t* slots, bf
     }
 }
 
+// scores[context, count] = keys[context, size] packed^T, with the queries in pairs of channels beside each other;
+// see linear. Meanwhile fetches the values, which are needed after the softmax.
+static void score(const bf16* keys, const bf16* values, const uint32_t* packed, float* scores, long context,
+                  long count, long size) {
+    bf16 rest[TILE * MOST_CHANNELS];
+    configure(count, count);
+    for (long at = 0; at < context; at += TILE) {
+        const bf16* tile = keys + at * size;
+        for (long i = 0; i < TILE * size; i += STEP)
+            _mm_prefetch((const char*)(values + at * size + i), _MM_HINT_T1);
+
+        // The last tile reads a copy, because the keys of others may follow, or the end of the cache.
+        if (context - at < TILE) {
+            memset(rest, 0, 2 * TILE * size);
+            tile = memcpy(rest, tile, 2 * (context - at) * size);
+        }
+
+        _tile_zero(0);
+        for (long i = 0; i < size; i += STEP) {
+            _tile_loadd(4, tile + i, 2 * size);
+            _tile_loadd(6, packed + i / 2 * count, 4 * count);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, scores + at * count, 4 * count);
+    }
+}
+
+// Replace scores[context, count] by e^(scale * score + mask - highest), for all queries at once, and set
+// inverse[count] to 1 / their sum. tokens: where the mask of each query's token begins.
+static void soften(float* scores, const float* mask, const int* tokens, float* inverse, long context, long count,
+                   float scale) {
+    __mmask16 used = (1u << count) - 1;
+    __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    __m512i begin = _mm512_loadu_si512(tokens);
+    int single = tokens[0] == tokens[count - 1];
+    for (long at = 0; at < context; at++) {
+        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * count);
+        __m512 hidden = single ? _mm512_set1_ps(mask[tokens[0] + at]) : _mm512_i32gather_ps(begin, mask + at, 4);
+        value = _mm512_fmadd_ps(value, _mm512_set1_ps(scale), hidden);
+        _mm512_mask_storeu_ps(scores + at * count, used, value);
+        highest = _mm512_max_ps(highest, value);
+    }
+
+    for (long at = 0; at < context; at++) {
+        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * count);
+        value = exponential(_mm512_sub_ps(value, highest));
+        _mm512_mask_storeu_ps(scores + at * count, used, value);
+        total = _mm512_add_ps(total, value);
+    }
+    _mm512_storeu_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1), total));
+}
+
+// Average 32 channels of values[context, size] for up to four queries: to[i] gets the average with the weights
+// scores[context, first + i] * inverse[first + i].
+static void average(const bf16* values, const float* scores, const float* inverse, bf16* const* to, long first,
+                    long context, long count, long size) {
+    __m512 sums[4][2];
+    long queries[4];
+    for (int i = 0; i < 4; i++) {
+        // Beyond the last query, repeat it.
+        queries[i] = first + i < count ? first + i : count - 1;
+        sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+    }
+    for (long at = 0; at < context; at++) {
+        __m512 near = widen(values + at * size), far = widen(values + at * size + 16);
+        for (int i = 0; i < 4; i++) {
+            __m512 weight = _mm512_set1_ps(scores[at * count + queries[i]]);
+            sums[i][0] = _mm512_fmadd_ps(weight, near, sums[i][0]);
+            sums[i][1] = _mm512_fmadd_ps(weight, far, sums[i][1]);
+        }
+    }
+    for (int i = 0; i < 4 && first + i < count; i++) {
+        __m512 weight = _mm512_set1_ps(inverse[first + i]);
+        narrow(_mm512_mul_ps(sums[i][0], weight), to[i]);
+        narrow(_mm512_mul_ps(sums[i][1], weight), to[i] + 16);
+    }
+}
+
 // Attention of a few queries of each row over the row's keys, with grouped heads.
 //
 // query[rows * width, ...] with `stride` elements for each token; its heads come first. keys, values: the
 // first key and value head of each row are `cached` elements apart, heads `spaced` elements. mask: added to the
 // scaled scores of a token; rows are `covered` elements apart, tokens `apart`. contexts[rows]: the number of
-// keys to read, at most length. y[rows * width, kv_heads * group * size]. size: a multiple of 32, at most 512.
+// keys to read, at most length. y[rows * width, kv_heads * group * size]. size: a multiple of 32, at most
+// MOST_CHANNELS.
 void attend(const bf16* query, const bf16* keys, const bf16* values, const float* mask, const int64_t* contexts,
             bf16* y, long rows, long width, long kv_heads, long group, long size, long length, long stride,
             long cached, long spaced, long covered, long apart, float scale) {
     long queries = width * group;
 #pragma omp parallel
     {
-        float* scores = malloc(sizeof(float) * TILE * (length + TILE));
-        uint32_t packed[256 * TILE];
-        bf16 rest[TILE * 512];
+        float *scores = malloc(sizeof(float) * TILE * (length + TILE)), inverse[TILE];
+        uint32_t packed[MOST_CHANNELS / 2 * TILE];
+        int tokens[TILE];
+        bf16* to[TILE];
 
 #pragma omp for collapse(2) schedule(dynamic)
         for (long row = 0; row < rows; row++)
@@ -210,88 +291,24 @@ void attend(const bf16* query, const bf16* keys, const bf16* values, const float
                     long count = queries - start < TILE ? queries - start : TILE, context = contexts[row];
                     const bf16* key = keys + row * cached + head * spaced;
                     const bf16* value = values + row * cached + head * spaced;
-                    __mmask16 used = (1u << count) - 1;
 
-                    // Pairs of channels, with the queries beside each other; see linear.
-                    for (long i = 0; i < count; i++) {
-                        long token = row * width + (start + i) / group, part = (start + i) % group;
-                        const bf16* from = query + token * stride + (head * group + part) * size;
-                        for (long pair = 0; pair < size / 2; pair++)
-                            memcpy(packed + pair * count + i, from + 2 * pair, 4);
+                    for (long i = 0; i < TILE; i++) {
+                        long which = start + (i < count ? i : count - 1), token = row * width + which / group;
+                        long at = (head * group + which % group) * size;
+                        tokens[i] = which / group * apart;
+                        to[i] = y + token * kv_heads * group * size + at;
+                        for (long pair = 0; i < count && pair < size / 2; pair++)
+                            memcpy(packed + pair * count + i, query + token * stride + at + 2 * pair, 4);
                     }
 
-                    // scores[key, query]; the last tile reads a copy, because other rows' keys may follow.
-                    configure(count, count);
-                    for (long at = 0; at < context; at += TILE) {
-                        const bf16* tile = key + at * size;
-                        if (context - at < TILE) {
-                            memset(rest, 0, 2 * TILE * size);
-                            tile = memcpy(rest, tile, 2 * (context - at) * size);
-                        }
-
-                        // Meanwhile fetch the values, which are needed after the softmax.
-                        for (long i = 0; i < TILE * size; i += STEP)
-                            _mm_prefetch((const char*)(value + at * size + i), _MM_HINT_T1);
-
-                        _tile_zero(0);
-                        for (long i = 0; i < size; i += STEP) {
-                            _tile_loadd(4, tile + i, 2 * size);
-                            _tile_loadd(6, packed + i / 2 * count, 4 * count);
-                            _tile_dpbf16ps(0, 4, 6);
-                        }
-                        _tile_stored(0, scores + at * count, 4 * count);
-                    }
-
-                    // Softmax over the keys, for all queries at once.
-                    __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-                    const float* added = mask + row * covered;
-                    int tokens[TILE];
-                    for (long i = 0; i < TILE; i++) tokens[i] = (start + (i < count ? i : 0)) / group * apart;
-                    __m512i token = _mm512_loadu_si512(tokens);
-                    for (long at = 0; at < context; at++) {
-                        __m512 score = _mm512_maskz_loadu_ps(used, scores + at * count);
-                        __m512 hidden = width == 1 ? _mm512_set1_ps(added[at])
-                                                   : _mm512_i32gather_ps(token, added + at, 4);
-                        score = _mm512_fmadd_ps(score, _mm512_set1_ps(scale), hidden);
-                        _mm512_mask_storeu_ps(scores + at * count, used, score);
-                        highest = _mm512_max_ps(highest, score);
-                    }
-                    for (long at = 0; at < context; at++) {
-                        __m512 score = _mm512_maskz_loadu_ps(used, scores + at * count);
-                        score = exponential(_mm512_sub_ps(score, highest));
-                        _mm512_mask_storeu_ps(scores + at * count, used, score);
-                        total = _mm512_add_ps(total, score);
-                    }
-                    float weights[TILE];
-                    _mm512_storeu_ps(weights, _mm512_div_ps(_mm512_set1_ps(1), total));
-
-                    // Average the values, for four queries and 64 or 32 channels at once.
-                    for (long i = 0; i < count; i += 4) {
-                        long together = count - i < 4 ? count - i : 4;
+                    score(key, value, packed, scores, context, count, size);
+                    soften(scores, mask + row * covered, tokens, inverse, context, count, scale);
+                    for (long first = 0; first < count; first += 4)
                         for (long channel = 0; channel < size; channel += 32) {
-                            __m512 sums[4][2];
-                            for (int j = 0; j < 4; j++) sums[j][0] = sums[j][1] = _mm512_setzero_ps();
-                            for (long at = 0; at < context; at++) {
-                                const bf16* from = value + at * size + channel;
-                                __m512 near = widen(from), far = widen(from + 16);
-                                for (int j = 0; j < 4; j++) {
-                                    // Queries beyond the last repeat it, and are dropped.
-                                    long which = i + (j < together ? j : together - 1);
-                                    __m512 weight = _mm512_set1_ps(scores[at * count + which]);
-                                    sums[j][0] = _mm512_fmadd_ps(weight, near, sums[j][0]);
-                                    sums[j][1] = _mm512_fmadd_ps(weight, far, sums[j][1]);
-                                }
-                            }
-                            for (int j = 0; j < together; j++) {
-                                long token = row * width + (start + i + j) / group;
-                                long part = head * group + (start + i + j) % group;
-                                bf16* to = y + (token * kv_heads * group + part) * size + channel;
-                                __m512 weight = _mm512_set1_ps(weights[i + j]);
-                                narrow(_mm512_mul_ps(sums[j][0], weight), to);
-                                narrow(_mm512_mul_ps(sums[j][1], weight), to + 16);
-                            }
+                            bf16* part[4];
+                            for (int i = 0; i < 4; i++) part[i] = to[first + i] + channel;
+                            average(value + channel, scores, inverse, part, first, context, count, size);
                         }
-                    }
                 }
         free(scores);
         _tile_release();
