@@ -157,6 +157,33 @@ def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, m
         assert error < 0.2 * true.square().mean().sqrt()
 
 
+@with_amx
+@torch.inference_mode()
+def test_verifying_several_tokens_computes_the_bits_of_one_after_the_other(tmp_path):
+    """So a draft changes no distribution, not even by rounding."""
+    path = write_random_checkpoint(tmp_path, "llama", hidden=128, head_dim=32, dtype=torch.bfloat16)
+    arch, tokens = read_architecture(read_config(path)), torch.arange(3 * 14).view(3, 14)
+    states = []
+    for widths in ([1] * 14, [1, 4, 8, 1], [3, 3, 8]):
+        model = Model(
+            arch,
+            read_weights(path),
+            mtp=0,
+            rows=3,
+            slots=20,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+        )
+        start, parts = 0, []
+        for width in widths:
+            positions = torch.arange(start, start + width).expand(3, width)
+            hidden = model.forward(tokens[:, start : start + width].flatten(), [model.span(0, positions, 14)])
+            parts.append(model.logits(hidden).view(3, width, -1))
+            start += width
+        states.append(torch.cat(parts, 1))
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+
+
 def _states(path, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the logits of target and draft in a few passes."""
     arch = read_architecture(read_config(path))
