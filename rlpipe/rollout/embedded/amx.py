@@ -201,9 +201,13 @@ def kernels() -> Kernels | None:
         if not path.exists():
             _compile(path)
         return Kernels(ctypes.CDLL(str(path)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.warning("Decoding in bfloat16 is slower, because %s cannot be compiled: %s", _SOURCE, reason)
+        logger.warning(
+            "decode steps in bfloat16 take about twice as long, because their kernels cannot be compiled: %s\n"
+            "This needs gcc, or a compiler like it in CC, and a folder XDG_CACHE_HOME that can be written to.",
+            reason,
+        )
         return None
 
 
