@@ -204,8 +204,8 @@ def kernels() -> Kernels | None:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
-            "decode steps in bfloat16 take about twice as long, because their kernels cannot be compiled: %s\n"
-            "This needs gcc, or a compiler like it in CC, and a folder XDG_CACHE_HOME that can be written to.",
+            "decode steps in bfloat16 take about twice as long, as their kernels cannot be compiled: %s. "
+            "This needs gcc, or a similar compiler in CC, and a folder XDG_CACHE_HOME that can be written.",
             reason,
         )
         return None
