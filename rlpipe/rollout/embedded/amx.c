@@ -3,7 +3,7 @@
 // A decode step reads every weight once for a few rows, so it cannot be faster than the memory. These kernels
 // read weights row by row, as a checkpoint stores them, and fetch the next rows while they multiply. Sums are
 // in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the same order for any
-// number of rows and threads.
+// number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py.
 
 #include <immintrin.h>
 #include <math.h>
@@ -14,11 +14,10 @@
 typedef uint16_t bf16;
 
 enum {
-    TILE = 16,      // rows of a tile, and float32 columns
-    STEP = 32,      // bfloat16 columns of a tile
-    BLOCK = 32,     // outputs, and input rows, that are computed at once
-    SERIAL = 8192,  // elements up to which a second thread does not pay
-    MOST_CHANNELS = 512,  // of a head
+    TILE = 16,     // rows of a tile, and float32 columns
+    STEP = 32,     // bfloat16 columns of a tile
+    BLOCK = 32,    // outputs, and input rows, that are computed at once
+    SERIAL = 8192  // elements up to which a second thread does not pay
 };
 
 // Tiles 0 to 3 hold the sums of two tiles of outputs by two of input rows; 4 and 5 hold weights; 6 and 7

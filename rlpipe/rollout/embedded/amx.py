@@ -5,7 +5,7 @@ oneDNN's products of 1 to 16 rows take about twice as long as reading the weight
 1.3 times as long, and do the operations between the products in one pass each. They also need no second,
 prepacked copy of a weight.
 
-`kernels` compiles them once for each version of the source, in about two seconds, into the user's cache.
+`kernels` compiles them once for each version of the source, in about a second, into the user's cache.
 Without AMX, Linux or a compiler there are none, and the model uses torch's operations.
 """
 
@@ -31,11 +31,11 @@ from rlpipe.rollout.embedded.span import Span
 logger = logging.getLogger(__name__)
 
 MANY_ROWS = 128  # products of more rows are oneDNN's
-MOST_CHANNELS = 512  # of a head, see `attend` in amx.c
+MOST_CHANNELS = 512  # of a head, see `attend`
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _COMPILERS = ("gcc", "cc")
-_FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-fPIC")
+_FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-fPIC", f"-DMOST_CHANNELS={MOST_CHANNELS}")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
     "linear": [_POINTER] * 6 + [_LONG] * 3,
