@@ -118,7 +118,12 @@ def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(
 
     results = turns_through(disturbed, update)
     assert len(pieces) == 3
-    assert [kind for kind, _ in disturbed.events] == ["server_died", "server_restarted"]
+
+    # The connection of the request and that of the broadcast break at once. If the broadcast's is noticed
+    # first, the failed broadcast is told before the server's death.
+    kinds = [kind for kind, _ in disturbed.events]
+    assert kinds[-2:] == ["server_died", "server_restarted"]
+    assert kinds[:-2] in ([], ["broadcast_failed"] if way == "trainer" else [])
     check_served(disturbed, results, 2, versions[2])
 
 
