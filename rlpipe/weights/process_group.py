@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -125,6 +125,7 @@ class Root:
         self._group = Group(host, ranks=ranks, timeout=timeout, backend=backend, stream=self._stream)
         self.rendezvous = self._group.rendezvous
         self._joined = self._left = False
+        self._closed: Future[None] = Future()  # done when the group is left; `send` stops waiting then
 
     @property
     def left(self) -> bool:
@@ -135,7 +136,7 @@ class Root:
         """Send buckets to every rank, one after the other; first wait until all ranks have joined.
 
         deadline: time of the monotonic clock at which the ranks must have all buckets. Leaves the group and
-        raises GroupBroken when a rank is missing or the group no longer exists.
+        raises GroupBroken when a rank is missing, or the group no longer exists or is closed meanwhile.
         """
         until = time.monotonic() + self._timeout if deadline is None else deadline
         try:
@@ -154,7 +155,10 @@ class Root:
             raise GroupBroken(f"the group of {self.rendezvous.size} ranks broke off: {reason}") from error
 
     def _wait(self, call: Future[None], until: float) -> None:
-        call.result(max(0.0, until - time.monotonic()))
+        wait({call, self._closed}, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
+        if not call.done() and self._closed.done():
+            raise RuntimeError("it was left")
+        call.result(0)
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of a bucket, [n] uint8, in the memory that the backend sends from."""
@@ -167,6 +171,7 @@ class Root:
         if not self._left:
             self._left = True
             with contextlib.suppress(Exception):
+                self._closed.set_result(None)
                 self._group.leave().result(_ABORT_SECONDS)
 
 

@@ -275,6 +275,19 @@ def test_a_rank_that_does_not_join_is_missed():
     root.close()
 
 
+def test_who_waits_for_a_rank_to_join_stops_when_the_group_is_closed():
+    """Else a worker whose server died while joining could not end for `update_timeout`."""
+    root = Root("127.0.0.1", ranks=1, timeout=300.0)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(root.send, [])
+        while not sending.running():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        root.close()
+        with pytest.raises(GroupBroken, match="it was left"):
+            sending.result(30)
+
+
 def test_a_piece_is_described_as_it_is_laid_out():
     bucket = [("half", torch.ones(3, dtype=torch.float16)), ("wide", torch.ones(2, 2).to("meta"))]
     told = describe_bucket(bucket, "g")
