@@ -1,12 +1,15 @@
 // The kernels of amx.py: a decode step in bfloat16 on CPUs with AMX.
 //
 // A decode step reads every weight once for a few rows, so it cannot be faster than the memory. These kernels
-// read weights row by row, as a checkpoint stores them, and fetch the next rows while they multiply. Sums are
-// in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the same order for any
-// number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py.
+// read weights row by row, as a checkpoint stores them. Each thread fetches its weights some way ahead, beyond
+// the end of a product those of the next (Stream), so that the memory also works while the threads wait for
+// each other. Sums are in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the
+// same order for any number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py.
+// Functions that take a Stream are called by all threads of a parallel region.
 
 #include <immintrin.h>
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,11 +17,38 @@
 typedef uint16_t bf16;
 
 enum {
-    TILE = 16,     // rows of a tile, and float32 columns
-    STEP = 32,     // bfloat16 columns of a tile
-    BLOCK = 32,    // outputs, and input rows, that are computed at once
-    SERIAL = 8192  // elements up to which a second thread does not pay
+    TILE = 16,         // rows of a tile, and float32 columns
+    STEP = 32,         // bfloat16 columns of a tile
+    BLOCK = 32,        // outputs, and input rows, that are computed at once
+    LINE = 64,         // bytes of a cache line
+    AHEAD = 64 << 10, // bytes of weights that a thread fetches ahead, a part of its L2 cache
+    SERIAL = 8192      // elements up to which a second thread does not pay
 };
+
+// weight[outputs, inputs], bias[outputs] or NULL. inputs: a multiple of 32. outputs: at least 32.
+typedef struct {
+    const bf16 *weight, *bias;
+    long outputs, inputs;
+} Product;
+
+enum { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+
+// The weights and sizes of a decoder layer with grouped heads and one gated MLP. query_norm and key_norm: NULL
+// for none.
+typedef struct {
+    Product products[PRODUCTS];
+    const bf16 *input_norm, *query_norm, *key_norm, *post_norm;
+    long heads, kv_heads, size, rotary;
+    float eps, scale;
+} Layer;
+
+// A thread, and what it fetches: its share of the weights of one product after the other, `count` in all.
+typedef struct {
+    long thread, threads;
+    const Layer* layers;
+    long next, count;
+    const char *at, *end;  // of the share that it fetches
+} Stream;
 
 // Tiles 0 to 3 hold the sums of two tiles of outputs by two of input rows; 4 and 5 hold weights; 6 and 7
 // input rows.
@@ -57,91 +87,143 @@ static void write(const float* sums, const bf16* bias, const bf16* residual, bf1
     }
 }
 
-// y[rows, outputs] = x[rows, inputs] weight[outputs, inputs]^T + bias + residual[rows, outputs], the last two
-// unless NULL. inputs: a multiple of 32. outputs: at least 32. work: space for rows * inputs elements.
-void linear(const bf16* weight, const bf16* bias, const bf16* x, const bf16* residual, bf16* y, void* work,
-            long rows, long outputs, long inputs) {
-    uint32_t* beside = work;
+// The first block of outputs that a thread computes.
+static long first_block(const Product* product, long thread, long threads) {
+    return (product->outputs + BLOCK - 1) / BLOCK * thread / threads;
+}
 
-#pragma omp parallel
-    {
-        // AMX takes pairs of columns as one number, and these with the rows beside each other.
-#pragma omp for schedule(static)
-        for (long pair = 0; pair < inputs / 2; pair++)
-            for (long row = 0; row < rows; row++)
-                memcpy(beside + pair * rows + row, x + row * inputs + 2 * pair, 4);
+// Fetch the next lines, one for each output of a block.
+static void fetch(Stream* stream) {
+    while (stream->at >= stream->end) {
+        if (stream->next == stream->count) return;
+        const Product* product = &stream->layers[stream->next / PRODUCTS].products[stream->next % PRODUCTS];
+        const char* ends[2];
+        for (long i = 0; i < 2; i++) {
+            long output = BLOCK * first_block(product, stream->thread + i, stream->threads);
+            if (output > product->outputs) output = product->outputs;
+            ends[i] = (const char*)(product->weight + output * product->inputs);
+        }
+        stream->at = ends[0];
+        stream->end = ends[1];
+        stream->next++;
+    }
+    for (long i = 0; i < BLOCK; i++) _mm_prefetch(stream->at + i * LINE, _MM_HINT_T1);
+    stream->at += BLOCK * LINE;
+}
 
-        float sums[TILE * TILE] __attribute__((aligned(64)));
-        long before = -1;
+static Stream start(const Layer* layers, long count) {
+    Stream stream = {omp_get_thread_num(), omp_get_num_threads(), layers, 0, count, NULL, NULL};
+    for (long i = 0; i < AHEAD / (BLOCK * LINE); i++) fetch(&stream);
+    return stream;
+}
 
-#pragma omp for schedule(static)
-        for (long block = 0; block < (outputs + BLOCK - 1) / BLOCK; block++) {
-            // The last block overlaps the one before it where outputs is no multiple; both write the same.
-            long output = block * BLOCK > outputs - BLOCK ? outputs - BLOCK : block * BLOCK;
-            const bf16 *upper = weight + output * inputs, *lower = upper + TILE * inputs;
+// Memory of a thread that is kept for its next call, because the system would clear new memory each time.
+static void* own_memory(size_t bytes) {
+    static _Thread_local void* memory = NULL;
+    static _Thread_local size_t capacity = 0;
+    if (bytes > capacity) {
+        free(memory);
+        memory = malloc(capacity = bytes);
+    }
+    return memory;
+}
 
-            for (long row = 0; row < rows; row += BLOCK) {
-                long left = rows - row < BLOCK ? rows - row : BLOCK;
-                long first = left < TILE ? left : TILE, second = left - first;
-                if (left != before) configure(first, second ? second : TILE);
-                before = left;
+// Arrange x[rows, inputs] for `multiply`: AMX takes pairs of columns as one number, and these with the rows
+// beside each other. beside: space for the result, unused for one row, which is already in this order.
+static const void* arrange(const bf16* x, uint32_t* beside, long rows, long inputs, const Stream* stream) {
+    if (rows == 1) return x;
+    long pairs = inputs / 2, end = pairs * (stream->thread + 1) / stream->threads;
+    for (long pair = pairs * stream->thread / stream->threads; pair < end; pair++)
+        for (long row = 0; row < rows; row++)
+            memcpy(beside + pair * rows + row, x + row * inputs + 2 * pair, 4);
+#pragma omp barrier
+    return beside;
+}
 
-                _tile_zero(0);
-                _tile_zero(2);
+// y[rows, outputs] = x[rows, inputs] weight^T + bias + residual[rows, outputs], the last unless NULL. beside: x
+// as `arrange` returned it.
+static void multiply(const Product* product, const void* beside, const bf16* residual, bf16* y, long rows,
+                     Stream* stream) {
+    long outputs = product->outputs, inputs = product->inputs, before = -1;
+    long end = first_block(product, stream->thread + 1, stream->threads);
+    float sums[TILE * TILE] __attribute__((aligned(64)));
+
+    for (long block = first_block(product, stream->thread, stream->threads); block < end; block++) {
+        // The last block overlaps the one before it where outputs is no multiple; both write the same.
+        long output = block * BLOCK > outputs - BLOCK ? outputs - BLOCK : block * BLOCK;
+        const bf16 *upper = product->weight + output * inputs, *lower = upper + TILE * inputs;
+        const bf16* bias = product->bias ? product->bias + output : NULL;
+
+        for (long row = 0; row < rows; row += BLOCK) {
+            long left = rows - row < BLOCK ? rows - row : BLOCK;
+            long first = left < TILE ? left : TILE, second = left - first;
+            if (left != before) configure(first, second ? second : TILE);
+            before = left;
+
+            _tile_zero(0);
+            _tile_zero(2);
+            if (second) {
+                _tile_zero(1);
+                _tile_zero(3);
+            }
+            for (long input = 0; input < inputs; input += STEP) {
+                const uint32_t* packed = (const uint32_t*)beside + input / 2 * rows + row;
+                _tile_loadd(4, upper + input, 2 * inputs);
+                _tile_loadd(5, lower + input, 2 * inputs);
+                _tile_loadd(6, packed, 4 * rows);
+                if (row == 0) fetch(stream);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(2, 5, 6);
                 if (second) {
-                    _tile_zero(1);
-                    _tile_zero(3);
-                }
-                for (long input = 0; input < inputs; input += STEP) {
-                    const uint32_t* packed = beside + input / 2 * rows + row;
-                    _tile_loadd(4, upper + input, 2 * inputs);
-                    _tile_loadd(5, lower + input, 2 * inputs);
-                    _tile_loadd(6, packed, 4 * rows);
-
-                    // Fetch the next block's weights; each step reads one cache line of every output.
-                    if (row == 0)
-                        for (int i = 0; i < BLOCK; i++)
-                            _mm_prefetch((const char*)(upper + (BLOCK + i) * inputs + input), _MM_HINT_T1);
-
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(2, 5, 6);
-                    if (second) {
-                        _tile_loadd(7, packed + TILE, 4 * rows);
-                        _tile_dpbf16ps(1, 4, 7);
-                        _tile_dpbf16ps(3, 5, 7);
-                    }
-                }
-
-                for (int tile = 0; tile < (second ? 4 : 3); tile++) {
-                    long at = output + tile / 2 * TILE, from = (row + tile % 2 * TILE) * outputs + at;
-                    if (tile == 0) _tile_stored(0, sums, 4 * TILE);
-                    if (tile == 1 && second) _tile_stored(1, sums, 4 * TILE);
-                    if (tile == 2) _tile_stored(2, sums, 4 * TILE);
-                    if (tile == 3) _tile_stored(3, sums, 4 * TILE);
-                    if (tile % 2 == 0 || second)
-                        write(sums, bias ? bias + at : NULL, residual ? residual + from : NULL, y + from,
-                              tile % 2 ? second : first, outputs);
+                    _tile_loadd(7, packed + TILE, 4 * rows);
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_dpbf16ps(3, 5, 7);
                 }
             }
+
+            for (int tile = 0; tile < 4; tile++) {
+                if (tile % 2 && !second) continue;
+                if (tile == 0) _tile_stored(0, sums, 4 * TILE);
+                if (tile == 1) _tile_stored(1, sums, 4 * TILE);
+                if (tile == 2) _tile_stored(2, sums, 4 * TILE);
+                if (tile == 3) _tile_stored(3, sums, 4 * TILE);
+                long lower = tile / 2 * TILE, from = (row + tile % 2 * TILE) * outputs + output + lower;
+                write(sums, bias ? bias + lower : NULL, residual ? residual + from : NULL, y + from,
+                      tile % 2 ? second : first, outputs);
+            }
         }
+    }
+}
+
+// y[rows, outputs] = x[rows, inputs] weight[outputs, inputs]^T + bias[outputs], the last unless NULL. work:
+// space for rows * inputs elements.
+void linear(const bf16* weight, const bf16* bias, const bf16* x, bf16* y, void* work, long rows, long outputs,
+            long inputs) {
+    Layer only = {.products = {{weight, bias, outputs, inputs}}};
+#pragma omp parallel
+    {
+        Stream stream = start(&only, 1);
+        multiply(only.products, arrange(x, work, rows, inputs, &stream), NULL, y, rows, &stream);
         _tile_release();
     }
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, for each row of x[rows, size]. size: a multiple of 16.
+// to = from / sqrt(mean(from^2) + eps) * weight. size: a multiple of 16.
+static void norm_row(const bf16* from, const bf16* weight, bf16* to, long size, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < size; i += 16) {
+        __m512 values = widen(from + i);
+        squares = _mm512_fmadd_ps(values, values, squares);
+    }
+    __m512 factor = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(squares) / size + eps));
+    for (long i = 0; i < size; i += 16)
+        narrow(_mm512_mul_ps(_mm512_mul_ps(widen(from + i), factor), widen(weight + i)), to + i);
+}
+
+// Apply norm_row to each row of x[rows, size].
 void rms_norm(const bf16* x, const bf16* weight, bf16* y, long rows, long size, float eps) {
 #pragma omp parallel for schedule(static) if (rows * size > SERIAL)
-    for (long row = 0; row < rows; row++) {
-        const bf16* from = x + row * size;
-        __m512 squares = _mm512_setzero_ps();
-        for (long i = 0; i < size; i += 16) {
-            __m512 values = widen(from + i);
-            squares = _mm512_fmadd_ps(values, values, squares);
-        }
-        __m512 factor = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(squares) / size + eps));
-        for (long i = 0; i < size; i += 16)
-            narrow(_mm512_mul_ps(_mm512_mul_ps(widen(from + i), factor), widen(weight + i)), y + row * size + i);
-    }
+    for (long row = 0; row < rows; row++) norm_row(x + row * size, weight, y + row * size, size, eps);
 }
 
 // e^x with a relative error of 2e-7, 0 for -inf, and NaN for NaN (the result of max is its second argument then).
@@ -154,34 +236,40 @@ static __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(power, whole);
 }
 
-// y[rows, size] = silu(gate) * up; x[rows, 2 * size] holds gate and up. size: a multiple of 16.
+// to[size] = silu(gate) * up; from[2 * size] holds gate and up. size: a multiple of 16.
+static void gate_row(const bf16* from, bf16* to, long size) {
+    for (long i = 0; i < size; i += 16) {
+        __m512 value = widen(from + i), up = widen(from + size + i);
+        __m512 below = _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), value)));
+        narrow(_mm512_mul_ps(_mm512_div_ps(value, below), up), to + i);
+    }
+}
+
+// Apply gate_row to each row of x[rows, 2 * size].
 void gate(const bf16* x, bf16* y, long rows, long size) {
 #pragma omp parallel for schedule(static) if (rows * size > SERIAL)
-    for (long row = 0; row < rows; row++)
-        for (long i = 0; i < size; i += 16) {
-            __m512 value = widen(x + 2 * row * size + i), up = widen(x + (2 * row + 1) * size + i);
-            __m512 below = _mm512_add_ps(
-                _mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), value)));
-            narrow(_mm512_mul_ps(_mm512_div_ps(value, below), up), y + row * size + i);
-        }
+    for (long row = 0; row < rows; row++) gate_row(x + 2 * row * size, y + row * size, size);
+}
+
+// Apply RoPE to the first `width` channels of a head. rotation[width / 2] has cosine and sine of the pairs of
+// neighbouring channels; width: a multiple of 16.
+static void rotate(bf16* head, const float* rotation, long width) {
+    for (long i = 0; i < width; i += 16) {
+        __m512 turn = _mm512_loadu_ps(rotation + i);
+        __m512 cosine = _mm512_moveldup_ps(turn), sine = _mm512_movehdup_ps(turn);
+        __m512 pairs = widen(head + i), swapped = _mm512_permute_ps(pairs, 0xB1);
+        narrow(_mm512_fmaddsub_ps(pairs, cosine, _mm512_mul_ps(swapped, sine)), head + i);
+    }
 }
 
 // Apply RoPE to the first `turned` heads of qkv[rows, all, size] in place, and copy the heads from `first` on
-// to cache[slots[row, head], size]. rotation[rows, width / 2] has cosine and sine of the pairs of neighbouring
-// channels; width: a multiple of 16.
+// to cache[slots[row, head], size].
 void rotate_and_store(bf16* qkv, const float* rotation, const int64_t* slots, bf16* cache, long rows, long all,
                       long turned, long first, long size, long width) {
 #pragma omp parallel for schedule(static) if (rows * all * size > SERIAL)
     for (long row = 0; row < rows; row++) {
         bf16* heads = qkv + row * all * size;
-        for (long i = 0; i < width; i += 16) {
-            __m512 turn = _mm512_loadu_ps(rotation + row * width + i);
-            __m512 cosine = _mm512_moveldup_ps(turn), sine = _mm512_movehdup_ps(turn);
-            for (long head = 0; head < turned; head++) {
-                __m512 pairs = widen(heads + head * size + i), swapped = _mm512_permute_ps(pairs, 0xB1);
-                narrow(_mm512_fmaddsub_ps(pairs, cosine, _mm512_mul_ps(swapped, sine)), heads + head * size + i);
-            }
-        }
+        for (long head = 0; head < turned; head++) rotate(heads + head * size, rotation + row * width, width);
         for (long head = first; head < all; head++)
             memcpy(cache + slots[row * (all - first) + head - first] * size, heads + head * size, 2 * size);
     }
@@ -272,88 +360,173 @@ static void average(const bf16* values, const float* scores, const float* invers
 // scaled scores of a token; rows are `covered` elements apart, tokens `apart`. contexts[rows]: the number of
 // keys to read, at most length. y[rows * width, kv_heads * group * size]. size: a multiple of 32, at most
 // MOST_CHANNELS.
-void attend(const bf16* query, const bf16* keys, const bf16* values, const float* mask, const int64_t* contexts,
-            bf16* y, long rows, long width, long kv_heads, long group, long size, long length, long stride,
-            long cached, long spaced, long covered, long apart, float scale) {
-    long queries = width * group;
+typedef struct {
+    const bf16 *query, *keys, *values;
+    const float* mask;
+    const int64_t* contexts;
+    bf16* y;
+    long rows, width, kv_heads, group, size, length, stride, cached, spaced, covered, apart;
+    float scale;
+} Attention;
+
+// Compute the attention of one row's queries to one of its key heads.
+static void attend_head(const Attention* a, long row, long head) {
+    float *scores = own_memory(sizeof(float) * TILE * (a->length + TILE)), inverse[TILE];
+    uint32_t packed[MOST_CHANNELS / 2 * TILE];
+    int tokens[TILE];
+    bf16* to[TILE];
+
+    long group = a->group, size = a->size, queries = a->width * group, context = a->contexts[row];
+    const bf16* key = a->keys + row * a->cached + head * a->spaced;
+    const bf16* value = a->values + row * a->cached + head * a->spaced;
+
+    for (long start = 0; start < queries; start += TILE) {
+        long count = queries - start < TILE ? queries - start : TILE;
+        for (long i = 0; i < TILE; i++) {
+            long which = start + (i < count ? i : count - 1), token = row * a->width + which / group;
+            long at = (head * group + which % group) * size;
+            tokens[i] = which / group * a->apart;
+            to[i] = a->y + token * a->kv_heads * group * size + at;
+            for (long pair = 0; i < count && pair < size / 2; pair++)
+                memcpy(packed + pair * count + i, a->query + token * a->stride + at + 2 * pair, 4);
+        }
+
+        score(key, value, packed, scores, context, count, size);
+        soften(scores, a->mask + row * a->covered, tokens, inverse, context, count, a->scale);
+        for (long first = 0; first < count; first += 4)
+            for (long channel = 0; channel < size; channel += 32) {
+                bf16* part[4];
+                for (int i = 0; i < 4; i++) part[i] = to[first + i] + channel;
+                average(value + channel, scores, inverse, part, first, context, count, size);
+            }
+    }
+}
+
+void attend(const Attention* attention) {
 #pragma omp parallel
     {
-        float *scores = malloc(sizeof(float) * TILE * (length + TILE)), inverse[TILE];
-        uint32_t packed[MOST_CHANNELS / 2 * TILE];
-        int tokens[TILE];
-        bf16* to[TILE];
-
 #pragma omp for collapse(2) schedule(dynamic)
-        for (long row = 0; row < rows; row++)
-            for (long head = 0; head < kv_heads; head++)
-                for (long start = 0; start < queries; start += TILE) {
-                    long count = queries - start < TILE ? queries - start : TILE, context = contexts[row];
-                    const bf16* key = keys + row * cached + head * spaced;
-                    const bf16* value = values + row * cached + head * spaced;
-
-                    for (long i = 0; i < TILE; i++) {
-                        long which = start + (i < count ? i : count - 1), token = row * width + which / group;
-                        long at = (head * group + which % group) * size;
-                        tokens[i] = which / group * apart;
-                        to[i] = y + token * kv_heads * group * size + at;
-                        for (long pair = 0; i < count && pair < size / 2; pair++)
-                            memcpy(packed + pair * count + i, query + token * stride + at + 2 * pair, 4);
-                    }
-
-                    score(key, value, packed, scores, context, count, size);
-                    soften(scores, mask + row * covered, tokens, inverse, context, count, scale);
-                    for (long first = 0; first < count; first += 4)
-                        for (long channel = 0; channel < size; channel += 32) {
-                            bf16* part[4];
-                            for (int i = 0; i < 4; i++) part[i] = to[first + i] + channel;
-                            average(value + channel, scores, inverse, part, first, context, count, size);
-                        }
-                }
-        free(scores);
+        for (long row = 0; row < attention->rows; row++)
+            for (long head = 0; head < attention->kv_heads; head++) attend_head(attention, row, head);
         _tile_release();
     }
 }
 
-// The weights and sizes of a decoder layer with grouped heads and one gated MLP. Biases: NULL for none.
-typedef struct {
-    const bf16 *input_norm, *qkv, *qkv_bias, *output, *output_bias, *post_norm, *gate_up, *gate_up_bias, *down,
-        *down_bias;
-    long hidden, heads, kv_heads, size, rotary, inner;
-    float eps, scale;
-} Layer;
+// Norm and rotate the queries and keys of one row that belong to one key head, and store key and value; see
+// rotate_and_store. qkv, rotation and slots are those of the row's first token.
+static void place(const Layer* layer, bf16* qkv, const float* rotation, const int64_t* slots, bf16* cache,
+                  long width, long head) {
+    long size = layer->size, kv_heads = layer->kv_heads, group = layer->heads / kv_heads;
+    for (long token = 0; token < width; token++) {
+        bf16 *query = qkv + head * group * size, *key = qkv + (layer->heads + head) * size;
+        for (long i = 0; i <= group; i++) {
+            bf16* turned = i < group ? query + i * size : key;
+            const bf16* norm = i < group ? layer->query_norm : layer->key_norm;
+            if (norm) norm_row(turned, norm, turned, size, layer->eps);
+            rotate(turned, rotation, layer->rotary);
+        }
+        memcpy(cache + slots[head] * size, key, 2 * size);
+        memcpy(cache + slots[kv_heads + head] * size, key + kv_heads * size, 2 * size);
 
-// Run a layer over the tokens x[rows * width, hidden] of one span; other arguments as above. As one call,
-// because between the kernels Python takes as long as the kernels do with a single token.
-void layer(const Layer* layer, const bf16* x, bf16* y, const float* rotation, const int64_t* slots, bf16* cache,
-           const bf16* keys, const bf16* values, const float* mask, const int64_t* contexts, long rows, long width,
-           long length, long cached, long spaced, long covered, long apart) {
-    long tokens = rows * width, hidden = layer->hidden, inner = layer->inner, size = layer->size;
-    long all = layer->heads + 2 * layer->kv_heads, queries = layer->heads * size;
+        qkv += (layer->heads + 2 * kv_heads) * size;
+        rotation += layer->rotary;
+        slots += 2 * kv_heads;
+    }
+}
+
+// Norm the rows of x[rows, size] before a product; returns the result in `space`. With one row each thread does
+// that for itself, because to wait for another takes longer.
+static const bf16* normed(const bf16* x, const bf16* weight, bf16* space, long rows, long size, float eps,
+                          const Stream* stream) {
+    if (rows == 1) {
+        norm_row(x, weight, space = own_memory(2 * size), size, eps);
+        return space;
+    }
+    for (long row = stream->thread; row < rows; row += stream->threads)
+        norm_row(x + row * size, weight, space + row * size, size, eps);
+#pragma omp barrier
+    return space;
+}
+
+// Gate the rows of x[rows, 2 * size]; as `normed`.
+static const bf16* gated(const bf16* x, bf16* space, long rows, long size, const Stream* stream) {
+    if (rows == 1) {
+        gate_row(x, space = own_memory(2 * size), size);
+        return space;
+    }
+    for (long row = stream->thread; row < rows; row += stream->threads)
+        gate_row(x + 2 * row * size, space + row * size, size);
+#pragma omp barrier
+    return space;
+}
+
+// Run layers of the same sizes over the tokens x[rows * width, hidden] of one span; rotation, slots: see
+// rotate_and_store. As one call, because between the kernels Python takes as long as the kernels do with a
+// single token. cache, and keys and values of `attention`: of the first layer; those of the next are
+// `following` elements behind. attention: without query, y and the sizes that the layer has.
+void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const float* rotation,
+                const int64_t* slots, bf16* cache, long following, const Attention* attention) {
+    Attention a = *attention;
+    const Product* products = layers->products;
+    long tokens = a.rows * a.width, hidden = products[QKV].inputs, inner = products[DOWN].inputs;
+    long all = products[QKV].outputs, queries = products[OUTPUT].inputs;
     long widest = inner > hidden ? inner : hidden;
     if (queries > widest) widest = queries;
 
-    // Kept for the thread's next call, because the system would clear new memory each time.
+    // Kept for the thread's next call; see own_memory, which the threads use meanwhile.
     static _Thread_local bf16* memory = NULL;
     static _Thread_local long capacity = 0;
-    long wanted = tokens * (2 * hidden + all * size + queries + 3 * inner + widest);
+    long wanted = tokens * (hidden + all + queries + 2 * inner + 2 * widest);
     if (wanted > capacity) {
         free(memory);
         memory = malloc(sizeof(bf16) * (capacity = wanted));
     }
-    bf16 *normed = memory, *between = normed + tokens * hidden, *qkv = between + tokens * hidden;
-    bf16 *attended = qkv + tokens * all * size, *both = attended + tokens * queries;
-    bf16 *gated = both + 2 * tokens * inner, *work = gated + tokens * inner;
+    bf16 *between = memory, *qkv = between + tokens * hidden, *attended = qkv + tokens * all;
+    bf16 *both = attended + tokens * queries, *space = both + 2 * tokens * inner;
+    void* beside = space + tokens * widest;
 
-    rms_norm(x, layer->input_norm, normed, tokens, hidden, layer->eps);
-    linear(layer->qkv, layer->qkv_bias, normed, NULL, qkv, work, tokens, all * size, hidden);
-    rotate_and_store(qkv, rotation, slots, cache, tokens, all, layer->heads + layer->kv_heads, layer->heads, size,
-                     layer->rotary);
-    attend(qkv, keys, values, mask, contexts, attended, rows, width, layer->kv_heads,
-           layer->heads / layer->kv_heads, size, length, all * size, cached, spaced, covered, apart, layer->scale);
-    linear(layer->output, layer->output_bias, attended, x, between, work, tokens, hidden, queries);
+    a.query = qkv;
+    a.y = attended;
+    a.kv_heads = layers->kv_heads;
+    a.group = layers->heads / layers->kv_heads;
+    a.size = layers->size;
+    a.stride = all;
+    a.scale = layers->scale;
 
-    rms_norm(between, layer->post_norm, normed, tokens, hidden, layer->eps);
-    linear(layer->gate_up, layer->gate_up_bias, normed, NULL, both, work, tokens, 2 * inner, hidden);
-    gate(both, gated, tokens, inner);
-    linear(layer->down, layer->down_bias, gated, between, y, work, tokens, hidden, inner);
+#pragma omp parallel firstprivate(a, x, cache)
+    {
+        Stream stream = start(layers, PRODUCTS * count);
+        for (const Layer* layer = layers; layer < layers + count; layer++) {
+            const Product* of = layer->products;
+            const bf16* input = normed(x, layer->input_norm, space, tokens, hidden, layer->eps, &stream);
+            multiply(of + QKV, arrange(input, beside, tokens, hidden, &stream), NULL, qkv, tokens, &stream);
+#pragma omp barrier
+
+#pragma omp for collapse(2) schedule(dynamic)
+            for (long row = 0; row < a.rows; row++)
+                for (long head = 0; head < a.kv_heads; head++) {
+                    long token = row * a.width;
+                    place(layer, qkv + token * all, rotation + token * layer->rotary,
+                          slots + token * 2 * a.kv_heads, cache, a.width, head);
+                    attend_head(&a, row, head);
+                }
+            input = arrange(attended, beside, tokens, queries, &stream);
+            multiply(of + OUTPUT, input, x, between, tokens, &stream);
+#pragma omp barrier
+
+            input = normed(between, layer->post_norm, space, tokens, hidden, layer->eps, &stream);
+            multiply(of + GATE_UP, arrange(input, beside, tokens, hidden, &stream), NULL, both, tokens, &stream);
+#pragma omp barrier
+
+            input = gated(both, space, tokens, inner, &stream);
+            multiply(of + DOWN, arrange(input, beside, tokens, inner, &stream), between, y, tokens, &stream);
+#pragma omp barrier
+
+            x = y;
+            cache += following;
+            a.keys += following;
+            a.values += following;
+        }
+        _tile_release();
+    }
 }

@@ -38,23 +38,38 @@ _COMPILERS = ("gcc", "cc")
 _FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-fPIC", f"-DMOST_CHANNELS={MOST_CHANNELS}")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
-    "linear": [_POINTER] * 6 + [_LONG] * 3,
+    "linear": [_POINTER] * 5 + [_LONG] * 3,
     "rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
     "gate": [_POINTER] * 2 + [_LONG] * 2,
     "rotate_and_store": [_POINTER] * 4 + [_LONG] * 6,
-    "attend": [_POINTER] * 6 + [_LONG] * 11 + [_FLOAT],
-    "layer": [_POINTER] * 10 + [_LONG] * 7,
+    "attend": [_POINTER],
+    "run_layers": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _POINTER],
 }
 
 
+class Product(ctypes.Structure):
+    """The addresses of a weight and its bias, and its sizes."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("outputs", _LONG), ("inputs", _LONG))
+
+
 class WholeLayer(ctypes.Structure):
-    """The addresses of a layer's weights, and its sizes, for `Kernels.layer`; see `layer.whole_layer`."""
+    """The addresses of a layer's weights, and its sizes, for `Kernels.run_layers`; see `layer.whole_layer`."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "output", "output_bias")),
-        *((name, _POINTER) for name in ("post_norm", "gate_up", "gate_up_bias", "down", "down_bias")),
-        *((name, _LONG) for name in ("hidden", "heads", "kv_heads", "size", "rotary", "inner")),
+        *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
+        *((name, _LONG) for name in ("heads", "kv_heads", "size", "rotary")),
         *((name, _FLOAT) for name in ("eps", "scale")),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "keys", "values", "mask", "contexts", "y")),
+        *((name, _LONG) for name in ("rows", "width", "kv_heads", "group", "size", "length", "stride")),
+        *((name, _LONG) for name in ("cached", "spaced", "covered", "apart")),
+        ("scale", _FLOAT),
     )
 
 
@@ -80,10 +95,8 @@ class Kernels:
         rows, (outputs, inputs) = len(x), weight.shape
         x, y, work = x.contiguous(), x.new_empty(rows, outputs), x.new_empty(rows * inputs)
         added = None if bias is None else bias.data_ptr()
-        self._library.linear(
-            *(weight.data_ptr(), added, x.data_ptr(), None, y.data_ptr(), work.data_ptr()),
-            *(rows, outputs, inputs),
-        )
+        pointers = (weight.data_ptr(), added, x.data_ptr(), y.data_ptr(), work.data_ptr())
+        self._library.linear(*pointers, rows, outputs, inputs)
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -137,40 +150,51 @@ class Kernels:
         each row to read. Returns [B * q, heads * D].
         """
         tokens, heads, size = query.shape
-        batch, kv_heads, length = keys.shape[:3]
+        batch, kv_heads = keys.shape[:2]
         y = query.new_empty(tokens, heads * size)
-        self._library.attend(
-            *(tensor.data_ptr() for tensor in (query, keys, values, mask, contexts, y)),
-            *(batch, tokens // batch, kv_heads, heads // kv_heads, size, length),
-            *(query.stride(0), keys.stride(0), keys.stride(1), mask.stride(0), mask.stride(1)),
-            scale,
-        )
+        attention = _attention(keys, values, mask, contexts, tokens // batch)
+        attention.query, attention.y, attention.stride = query.data_ptr(), y.data_ptr(), query.stride(0)
+        attention.kv_heads, attention.group, attention.size = kv_heads, heads // kv_heads, size
+        attention.scale = scale
+        self._library.attend(ctypes.byref(attention))
         return y
 
-    def layer(
-        self,
-        layer: WholeLayer,
-        x: torch.Tensor,
-        *,
-        span: Span,
-        index: int,
-        rotation: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+    def run_layers(
+        self, layers: ctypes.Array[WholeLayer], x: torch.Tensor, *, span: Span, first: int, cache: torch.Tensor
     ) -> torch.Tensor:
-        """Run a layer over the tokens x [N, H] of one span, and write their keys and values.
+        """Run layers of the same sizes over the tokens x [N, H] of one span, and write their keys and values.
 
-        span: has `contexts`. index: index of the layer. rotation, slots, cache: see `rotate_and_store`.
+        span: has `contexts`. first: index of the first layer. cache: [layers, slots, D], of all layers.
         """
-        y, keys, values, mask = torch.empty_like(x), span.keys[index], span.values[index], span.mask
-        tensors = x, y, rotation, slots, cache, keys, values, mask, span.contexts
-        self._library.layer(
-            ctypes.byref(layer),
-            *(tensor.data_ptr() for tensor in tensors if tensor is not None),
-            *(span.batch, span.width, keys.shape[2]),
-            *(keys.stride(0), keys.stride(1), mask.stride(0), mask.stride(1)),
+        assert span.contexts is not None
+        y, keys = torch.empty_like(x), span.keys[first]
+        attention = _attention(keys, span.values[first], span.mask, span.contexts, span.width)
+        tensors = x, y, span.rotation.contiguous(), span.slots.contiguous(), cache[first]
+        self._library.run_layers(
+            *(ctypes.byref(layers), len(layers)),
+            *(tensor.data_ptr() for tensor in tensors),
+            *(cache.stride(0), ctypes.byref(attention)),
         )
         return y
+
+
+def _attention(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, contexts: torch.Tensor, width: int
+) -> _Attention:
+    """Describe what `Kernels.attend` and `run_layers` read; width: tokens of each row."""
+    return _Attention(
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        mask=mask.data_ptr(),
+        contexts=contexts.data_ptr(),
+        rows=len(keys),
+        width=width,
+        length=keys.shape[2],
+        cached=keys.stride(0),
+        spaced=keys.stride(1),
+        covered=mask.stride(0),
+        apart=mask.stride(1),
+    )
 
 
 def fits(arch: Architecture) -> bool:

@@ -27,25 +27,24 @@ class Layer:
     output: Linear | LatentOutput
     post_norm: torch.Tensor
     mlp: GatedMlp | Mixture
-    whole: WholeLayer | None = None  # runs the layer in one call
+    whole: WholeLayer | None = None  # for `amx.Kernels.run_layers`
 
 
 def whole_layer(layer: Layer, arch: Architecture) -> WholeLayer | None:
     """Return what runs a layer in one call, valid while the layer lives; None if that is not possible."""
     mlp = layer.mlp
-    if not amx.fits(arch) or not isinstance(mlp, GatedMlp) or layer.q_norm is not None:
+    if not amx.fits(arch) or not isinstance(mlp, GatedMlp):
         return None
     products = layer.qkv, layer.output, mlp.gate_up, mlp.down
-    linear = [product for product in products if isinstance(product, Linear) and product.kernels is not None]
-    if len(linear) < len(products):
+    linear = [product.described() for product in products if isinstance(product, Linear)]
+    described = [product for product in linear if product is not None]
+    if len(described) < len(products):
         return None
 
-    tensors = [tensor for product in linear for tensor in (product.weight, product.bias)]
-    tensors = [layer.input_norm, *tensors[:4], layer.post_norm, *tensors[4:]]
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-    sizes = arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.rotary_dim, linear[3].inputs
-    return WholeLayer(*addresses, *sizes, arch.norm_eps, arch.head_dim**-0.5)
+    norms = layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm
+    addresses = [None if norm is None else norm.data_ptr() for norm in norms]
+    sizes = arch.heads, arch.kv_heads, arch.head_dim, arch.rotary_dim
+    return WholeLayer(*described, *addresses, *sizes, arch.norm_eps, arch.head_dim**-0.5)
 
 
 def make_layer(

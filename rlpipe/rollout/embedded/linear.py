@@ -54,6 +54,13 @@ class Linear:
         if self._packed_from <= 1:
             self.weight = None
 
+    def described(self) -> amx.Product | None:
+        """Return the product for `amx.Kernels.run_layers`, valid while this lives; None without kernels."""
+        if self.kernels is None or self.weight is None:
+            return None
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return amx.Product(self.weight.data_ptr(), bias, *self.weight.shape)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernels is not None and self.weight is not None and len(x) <= amx.MANY_ROWS:
             return self.kernels.linear(x, self.weight, self.bias)
