@@ -31,6 +31,7 @@ from rlpipe.certify.statistics import normal_quantile
 from rlpipe.config.draft_vocab import write_table
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded.decoder import Decoder
+from rlpipe.rollout.embedded.sampler import Sampler
 from rlpipe.spec.gamma import AdaptiveGamma
 from rlpipe.spec.sampling import sample_cdf
 from tests.helpers.driven_engine import RandomGamma, driven_engine
@@ -271,16 +272,16 @@ def test_a_wrong_law_is_caught_from_the_stated_divergence_on(case):
 
 def _shared_noise(patch: pytest.MonkeyPatch) -> None:
     """The coin of a draft is the very number that drew it."""
-    sample, verify, drawn = drafting.sample_cdf, drafting.verify_chain, []
+    sample, verify, drawn = Sampler.sample, drafting.verify_chain, []
 
-    def remember(weights, uniforms):
+    def remember(self, weights, uniforms):
         drawn.append(uniforms)
-        return sample(weights, uniforms)
+        return sample(self, weights, uniforms)
 
     def wrong(drafts, q, p, coins, residual, **options):
         return verify(drafts, q, p, torch.stack(drawn[-drafts.shape[1] :], 1), residual, **options)
 
-    patch.setattr(drafting, "sample_cdf", remember)
+    patch.setattr(Sampler, "sample", remember)
     patch.setattr(drafting, "verify_chain", wrong)
 
 

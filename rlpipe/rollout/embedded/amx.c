@@ -22,7 +22,8 @@ enum {
     BLOCK = 32,        // outputs, and input rows, that are computed at once
     LINE = 64,         // bytes of a cache line
     AHEAD = 64 << 10, // bytes of weights that a thread fetches ahead, a part of its L2 cache
-    SERIAL = 8192      // elements up to which a second thread does not pay
+    SERIAL = 8192,     // elements up to which a second thread does not pay
+    GROUP = 1024       // tokens that are summed before the token is searched for; a multiple of 16
 };
 
 // weight[outputs, inputs], bias[outputs] or NULL. inputs: a multiple of 32. outputs: at least 32.
@@ -528,5 +529,81 @@ void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const f
             a.values += following;
         }
         _tile_release();
+    }
+}
+
+// Log-softmax, softmax and entropy of each row of logits[rows, vocab] / temperature[rows]. temperature: NULL
+// for 1. log_p[rows, vocab] and entropy[rows]: both NULL if only p[rows, vocab] is wanted. vocab: a multiple
+// of 16.
+void distributions(const bf16* logits, const float* temperature, float* log_p, float* p, float* entropy,
+                   long rows, long vocab) {
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (long row = 0; row < rows; row++) {
+        const bf16* from = logits + row * vocab;
+        float *to = p + row * vocab, *logs = log_p ? log_p + row * vocab : NULL;
+        __m512 divisor = _mm512_set1_ps(temperature ? temperature[row] : 1), most = _mm512_set1_ps(-INFINITY);
+        for (long i = 0; i < vocab; i += 16) {
+            __m512 value = _mm512_div_ps(widen(from + i), divisor);
+            _mm512_storeu_ps(to + i, value);
+            most = _mm512_max_ps(most, value);
+        }
+
+        __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(most)), total = _mm512_setzero_ps();
+        for (long i = 0; i < vocab; i += 16) {
+            __m512 value = _mm512_sub_ps(_mm512_loadu_ps(to + i), highest), power = exponential(value);
+            if (logs) _mm512_storeu_ps(logs + i, value);
+            _mm512_storeu_ps(to + i, power);
+            total = _mm512_add_ps(total, power);
+        }
+
+        float sum = _mm512_reduce_add_ps(total);
+        __m512 inverse = _mm512_set1_ps(1 / sum), shift = _mm512_set1_ps(logf(sum)), mean = _mm512_setzero_ps();
+        for (long i = 0; i < vocab; i += 16) {
+            __m512 share = _mm512_mul_ps(_mm512_loadu_ps(to + i), inverse);
+            _mm512_storeu_ps(to + i, share);
+            if (logs) {
+                __m512 value = _mm512_sub_ps(_mm512_loadu_ps(logs + i), shift);
+                _mm512_storeu_ps(logs + i, value);
+                mean = _mm512_fmadd_ps(share, value, mean);
+            }
+        }
+        if (logs) entropy[row] = -_mm512_reduce_add_ps(mean);
+    }
+}
+
+// Sample from each row of weights[rows, vocab] >= 0 by inverse CDF in float64; see sample_cdf of
+// spec/sampling.py. vocab: a multiple of 16.
+void sample(const float* weights, const double* uniforms, int64_t* tokens, long rows, long vocab) {
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (long row = 0; row < rows; row++) {
+        const float* from = weights + row * vocab;
+        double* until = own_memory(sizeof(double) * (vocab / GROUP + 1));  // the CDF at the end of each group
+        double mass = 0;
+        for (long start = 0, group = 0; start < vocab; start += GROUP, group++) {
+            __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+            for (long i = start; i < vocab && i < start + GROUP; i += 16) {
+                low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm256_loadu_ps(from + i)));
+                high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm256_loadu_ps(from + i + 8)));
+            }
+            until[group] = mass += _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+        }
+
+        // With a NaN among the weights there is no token, and the caller fails at the index out of range.
+        if (isnan(mass)) {
+            tokens[row] = vocab;
+            continue;
+        }
+
+        // If rounding puts the threshold at the total, the token is the last one with weight.
+        double threshold = mass * uniforms[row], cdf = 0;
+        long group = 0;
+        while (until[group] <= threshold && until[group] < mass) cdf = until[group++];
+        long token = group * GROUP, end = token + GROUP < vocab ? token + GROUP : vocab, last = token;
+        for (; token < end; token++) {
+            cdf += from[token];
+            if (from[token] > 0) last = token;
+            if (cdf > threshold) break;
+        }
+        tokens[row] = token < end ? token : last;
     }
 }

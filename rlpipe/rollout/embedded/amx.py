@@ -44,6 +44,8 @@ _SIGNATURES = {
     "rotate_and_store": [_POINTER] * 4 + [_LONG] * 6,
     "attend": [_POINTER],
     "run_layers": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _POINTER],
+    "distributions": [_POINTER] * 5 + [_LONG] * 2,
+    "sample": [_POINTER] * 3 + [_LONG] * 2,
 }
 
 
@@ -54,7 +56,7 @@ class Product(ctypes.Structure):
 
 
 class WholeLayer(ctypes.Structure):
-    """The addresses of a layer's weights, and its sizes, for `Kernels.run_layers`; see `layer.whole_layer`."""
+    """The addresses of a layer's weights, and its sizes, for `Kernels.run_layers`: `layer.whole_layer`."""
 
     _fields_ = (
         *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
@@ -160,7 +162,13 @@ class Kernels:
         return y
 
     def run_layers(
-        self, layers: ctypes.Array[WholeLayer], x: torch.Tensor, *, span: Span, first: int, cache: torch.Tensor
+        self,
+        layers: ctypes.Array[WholeLayer],
+        x: torch.Tensor,
+        *,
+        span: Span,
+        first: int,
+        cache: torch.Tensor,
     ) -> torch.Tensor:
         """Run layers of the same sizes over the tokens x [N, H] of one span, and write their keys and values.
 
@@ -176,6 +184,35 @@ class Kernels:
             *(cache.stride(0), ctypes.byref(attention)),
         )
         return y
+
+    def distributions(
+        self, logits: torch.Tensor, temperature: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute log-softmax and softmax [N, V] and entropies [N] of logits [N, V], in float32.
+
+        V: a multiple of 16. temperature: [N] float32, or None for 1.
+        """
+        logits, divisor = logits.contiguous(), None if temperature is None else temperature.data_ptr()
+        log_p, p = torch.empty(2, *logits.shape)
+        entropies = torch.empty(len(logits))
+        pointers = (logits.data_ptr(), divisor, log_p.data_ptr(), p.data_ptr(), entropies.data_ptr())
+        self._library.distributions(*pointers, *logits.shape)
+        return log_p, p, entropies
+
+    def softmax(self, logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+        """Compute the softmax alone; see `distributions`."""
+        logits, divisor = logits.contiguous(), None if temperature is None else temperature.data_ptr()
+        p = torch.empty(logits.shape)
+        self._library.distributions(logits.data_ptr(), divisor, None, p.data_ptr(), None, *logits.shape)
+        return p
+
+    def sample(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """Sample from weights [N, V] float32, V a multiple of 16, as `spec.sampling.sample_cdf` does."""
+        weights, uniforms = weights.contiguous(), uniforms.contiguous()
+        tokens = torch.empty(len(weights), dtype=torch.int64)
+        pointers = (weights.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
+        self._library.sample(*pointers, *weights.shape)
+        return tokens
 
 
 def _attention(

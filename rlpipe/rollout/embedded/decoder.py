@@ -29,8 +29,9 @@ from rlpipe.rollout.embedded.drafting import Drafted, Drafting, Part
 from rlpipe.rollout.embedded.mlp import last_routes
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
+from rlpipe.rollout.embedded.sampler import Distributions
 from rlpipe.rollout.embedded.span import flat_index
-from rlpipe.spec.sampling import Stream, log_probs, sample_cdf
+from rlpipe.spec.sampling import Stream
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,9 +95,8 @@ class Decoder:
         rows = np.arange(table.active)
         if drafted:
             rows = np.concatenate((rows[:decoding].repeat(drafted.part.span.width), rows[decoding:]))
-        log_p = log_probs(model.logits(ready), table.divisor(rows))
-        probs = log_p.exp()
-        choices = table.sampled_from(probs, rows)
+        laws = table.sampler.distributions(model.logits(ready), table.divisor(rows))
+        choices = table.sampled_from(laws.probs, rows)
 
         # The decoding rows emit accepted drafts; the new rows sample their first token.
         tokens, accepted, drafts = [], None, None
@@ -110,7 +110,8 @@ class Decoder:
             if verified.nodes is not None:
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
                 path, rest = (verified.nodes + first).flatten(), slice(nodes, None)
-                inputs, log_p, probs = (torch.cat((x[path], x[rest])) for x in (inputs, log_p, probs))
+                inputs = torch.cat((inputs[path], inputs[rest]))
+                laws = laws.select(path).then(laws.select(rest))
                 routes = None if routes is None else torch.cat((routes[path], routes[rest]))
 
             if record and gamma:
@@ -118,7 +119,7 @@ class Decoder:
 
         if decoding < table.active:
             uniforms = self._upload(table.uniforms[decoding : table.active, 0, Stream.RESIDUAL])
-            tokens.append(sample_cdf(choices[nodes:], uniforms))
+            tokens.append(table.sampler.sample(choices[nodes:], uniforms))
 
         new_tokens = tokens[-1]
 
@@ -137,7 +138,7 @@ class Decoder:
             self._copy(decoding + len(starts), copies, new_tokens[len(starts) :], read, drafts_on)
 
         self._note_draft_keys(decoding, starts, copies, gamma)
-        emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
+        emitted = self._emit(torch.cat(tokens), accepted, laws, decoding, top)
         emitted.verified = decoding if gamma else 0
         if drafts is not None:
             emitted.draft_tokens, emitted.draft_target_probs, emitted.draft_probs = drafts
@@ -313,15 +314,14 @@ class Decoder:
         self,
         tokens: torch.Tensor,
         accepted: torch.Tensor | None,
-        log_p: torch.Tensor,
-        probs: torch.Tensor,
+        laws: Distributions,
         decoding: int,
         top: int,
     ) -> Emitted:
         """Copy the results of a step to the host, in one transfer."""
-        count = len(tokens)
+        count, log_p = len(tokens), laws.log_probs
         logprobs = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        parts = [tokens, logprobs, -torch.linalg.vecdot(probs, log_p)]
+        parts = [tokens, logprobs, laws.entropies]
         if accepted is not None:
             parts.append(accepted)
         if top:

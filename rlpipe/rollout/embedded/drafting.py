@@ -176,7 +176,7 @@ class ChainDrafting(_RowDrafting):
             logits = model.draft_logits(window[:, -1])
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
-                column = sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT])
+                column = table.sampler.sample(probs[-1], uniforms[:, depth, Stream.DRAFT])
             else:
                 column = logits.argmax(-1)
             tokens.append(self._tokens(column))
@@ -192,7 +192,7 @@ class ChainDrafting(_RowDrafting):
         drafts, gamma = part.tokens[:, 1:], part.span.width - 1
 
         if not gamma:
-            token = sample_cdf(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
+            token = self._table.sampler.sample(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
             return Verified(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
 
         verdict = self._verify(

@@ -27,7 +27,8 @@ import torch
 from rlpipe.config.rollout import PARKED
 from rlpipe.rollout.embedded.attention import PIECE_ROWS, use_products
 from rlpipe.rollout.embedded.model import Model
-from rlpipe.spec.sampling import greedy_rows, softmax
+from rlpipe.rollout.embedded.sampler import Sampler
+from rlpipe.spec.sampling import greedy_rows
 from rlpipe.types import routes_type
 
 
@@ -62,6 +63,7 @@ class RowTable:
         rows, slots = model.rows, model.slots
         self.rows, self.active, self.used = rows, 0, 0
         self.cache = model.cache
+        self.sampler = Sampler(model.device, model.dtype)
 
         self._device = model.device
         # [rows, depths, H]: the draft's states at a row's frontier, see `decoder`
@@ -110,7 +112,7 @@ class RowTable:
 
     def choices(self, logits: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
         """Return the distributions that rows sample from, given their logits [N, ..., V]."""
-        return self.sampled_from(softmax(logits, self.divisor(rows)), rows)
+        return self.sampled_from(self.sampler.softmax(logits, self.divisor(rows)), rows)
 
     def idle_row(self, session_id: str | None) -> int | None:
         """Return the row of an idle conversation, or None."""

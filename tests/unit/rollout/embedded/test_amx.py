@@ -16,6 +16,7 @@ from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded import amx
 from rlpipe.rollout.embedded.huge_pages import HugePages
 from rlpipe.rollout.embedded.model import Model
+from rlpipe.spec.sampling import sample_cdf
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -128,6 +129,50 @@ def test_a_nan_is_not_hidden():
     limits = {"mask": torch.zeros(1, 1, 20), "contexts": torch.tensor([20]), "scale": 1.0}
     assert amx.kernels().attend(query, cache[0], cache[1], **limits).isnan().all()
     assert amx.kernels().gate(torch.full((1, 64), float("nan"), dtype=torch.bfloat16)).isnan().all()
+
+
+@with_amx
+@pytest.mark.parametrize("temperatures", [None, [0.7, 1.0, 3.0]])
+@pytest.mark.parametrize("vocab", [16, 4112])
+def test_distributions_equal_float64(vocab, temperatures):
+    logits = _random(3, vocab) * torch.tensor([1.0, 8.0, 100.0]).bfloat16()[:, None]
+    divisor = None if temperatures is None else torch.tensor(temperatures)
+    log_p, p, entropies = amx.kernels().distributions(logits, divisor)
+    scaled = logits.double() / (1.0 if divisor is None else divisor.double()[:, None])
+    exact = scaled.log_softmax(-1)
+    torch.testing.assert_close(log_p.double(), exact, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(p.double(), exact.exp(), rtol=2e-5, atol=1e-12)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(amx.kernels().softmax(logits, divisor), p)
+    assert torch.equal(amx.kernels().softmax(logits[1:2], None if divisor is None else divisor[1:2])[0], p[1])
+
+
+@with_amx
+@pytest.mark.parametrize("vocab", [16, 1024, 3088])
+def test_both_ends_of_every_interval_of_a_cdf_give_its_token(vocab):
+    """A third of the tokens has no weight, the first and last ones too."""
+    weights = torch.rand(vocab, generator=torch.Generator().manual_seed(0)) + 0.01
+    weights[::3] = 0
+    weights[-2:] = 0
+    cdf, tokens = weights.double().cumsum(0) / weights.double().sum(), weights.nonzero().flatten()
+    starts = torch.cat((torch.zeros(1, dtype=torch.float64), cdf[tokens[:-1]] + 1e-11))
+    for uniforms in (starts, cdf[tokens] - 1e-11):
+        rows = weights.expand(len(tokens), -1)
+        assert torch.equal(amx.kernels().sample(rows, uniforms), tokens)
+        assert torch.equal(amx.kernels().sample(rows, uniforms), sample_cdf(rows, uniforms))
+    ends = torch.tensor([1.0, 1 - 2**-53], dtype=torch.float64)
+    assert amx.kernels().sample(weights.expand(2, -1), ends).tolist() == [tokens[-1]] * 2
+
+
+@with_amx
+def test_a_nan_among_logits_or_weights_is_not_hidden():
+    logits = _random(1, 64)
+    logits[0, 5] = float("nan")
+    assert all(column.isnan().all() for column in amx.kernels().distributions(logits, None))
+    weights = torch.ones(1, 2048)
+    weights[0, 1500] = float("nan")
+    token = amx.kernels().sample(weights, torch.tensor([0.1], dtype=torch.float64))
+    assert torch.equal(token, sample_cdf(weights, torch.tensor([0.1], dtype=torch.float64)))
 
 
 FAMILIES = {
