@@ -571,39 +571,76 @@ void distributions(const bf16* logits, const float* temperature, float* log_p, f
     }
 }
 
-// Sample from each row of weights[rows, vocab] >= 0 by inverse CDF in float64; see sample_cdf of
-// spec/sampling.py. vocab: a multiple of 16.
+// Sample from weights[vocab] >= 0 by inverse CDF in float64; -1 if they have no mass, or a NaN among them.
+// vocab: a multiple of 16. until: space for the CDF at the end of each group.
+static long draw(const float* weights, double uniform, double* until, long vocab) {
+    double mass = 0;
+    for (long start = 0, group = 0; start < vocab; start += GROUP, group++) {
+        __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+        for (long i = start; i < vocab && i < start + GROUP; i += 16) {
+            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm256_loadu_ps(weights + i)));
+            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm256_loadu_ps(weights + i + 8)));
+        }
+        until[group] = mass += _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+    }
+    if (!(mass > 0)) return -1;
+
+    // If rounding puts the threshold at the total, the token is the last one with weight.
+    double threshold = mass * uniform, cdf = 0;
+    long group = 0;
+    while (until[group] <= threshold && until[group] < mass) cdf = until[group++];
+    long token = group * GROUP, end = token + GROUP < vocab ? token + GROUP : vocab, last = token;
+    for (; token < end; token++) {
+        cdf += weights[token];
+        if (weights[token] > 0) last = token;
+        if (cdf > threshold) return token;
+    }
+    return last;
+}
+
+// Sample a token from each row of weights[rows, vocab]; see draw.
 void sample(const float* weights, const double* uniforms, int64_t* tokens, long rows, long vocab) {
 #pragma omp parallel for schedule(static) if (rows > 1)
+    for (long row = 0; row < rows; row++)
+        tokens[row] = draw(weights + row * vocab, uniforms[row], own_memory(8 * (vocab / GROUP + 1)), vocab);
+}
+
+// Verify a chain of drafts by rejection sampling; see spec/verify/chain.py. p[rows, drafts + 1, vocab]: target.
+// q[rows, drafts, size]: draft, over the tokens ids[size], or over all if ids is NULL. columns[rows, drafts]: the
+// drafts as indices of q. coins[rows, drafts], uniforms[rows]. Writes accepted[rows], next[rows] (-1 if p has a
+// NaN) and accept_prob[rows, drafts].
+void verify_chain(const float* p, const float* q, const int64_t* ids, const int64_t* columns, const double* coins,
+                  const double* uniforms, int64_t* accepted, int64_t* next, float* accept_prob, long rows,
+                  long drafts, long vocab, long size) {
+#pragma omp parallel for schedule(static) if (rows > 1)
     for (long row = 0; row < rows; row++) {
-        const float* from = weights + row * vocab;
-        double* until = own_memory(sizeof(double) * (vocab / GROUP + 1));  // the CDF at the end of each group
-        double mass = 0;
-        for (long start = 0, group = 0; start < vocab; start += GROUP, group++) {
-            __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
-            for (long i = start; i < vocab && i < start + GROUP; i += 16) {
-                low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm256_loadu_ps(from + i)));
-                high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm256_loadu_ps(from + i + 8)));
+        const float *target = p + row * (drafts + 1) * vocab, *draft = q + row * drafts * size;
+        long count = 0, rejected = 0;
+        for (long i = 0; i < drafts; i++) {
+            long column = columns[row * drafts + i], token = ids ? ids[column] : column;
+            float wanted = target[i * vocab + token], offered = draft[i * size + column];
+            float ratio = wanted / offered;
+            accept_prob[row * drafts + i] = isnan(ratio) ? 0 : ratio > 1 ? 1 : ratio;
+            if (!(coins[row * drafts + i] * offered < wanted)) rejected = 1;
+            if (!rejected) count++;
+        }
+        accepted[row] = count;
+        target += count * vocab;
+        draft += count * size;
+
+        double* until = own_memory(8 * (vocab / GROUP + 1) + 4 * vocab);
+        float* residual = (float*)(until + vocab / GROUP + 1);
+        long token = -1;
+        if (rejected) {
+            // max(p - q, 0), in which a NaN stays one.
+            memcpy(residual, target, 4 * vocab);
+            for (long i = 0; i < size; i++) {
+                long at = ids ? ids[i] : i;
+                float left = target[at] - draft[i];
+                residual[at] = left < 0 ? 0 : left;
             }
-            until[group] = mass += _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+            token = draw(residual, uniforms[row], until, vocab);
         }
-
-        // With a NaN among the weights there is no token, and the caller fails at the index out of range.
-        if (isnan(mass)) {
-            tokens[row] = vocab;
-            continue;
-        }
-
-        // If rounding puts the threshold at the total, the token is the last one with weight.
-        double threshold = mass * uniforms[row], cdf = 0;
-        long group = 0;
-        while (until[group] <= threshold && until[group] < mass) cdf = until[group++];
-        long token = group * GROUP, end = token + GROUP < vocab ? token + GROUP : vocab, last = token;
-        for (; token < end; token++) {
-            cdf += from[token];
-            if (from[token] > 0) last = token;
-            if (cdf > threshold) break;
-        }
-        tokens[row] = token < end ? token : last;
+        next[row] = token < 0 ? draw(target, uniforms[row], until, vocab) : token;
     }
 }

@@ -27,6 +27,7 @@ import torch
 from rlpipe.models import Architecture
 from rlpipe.models.released import user_cache
 from rlpipe.rollout.embedded.span import Span
+from rlpipe.spec.verify import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ _SIGNATURES = {
     "run_layers": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _POINTER],
     "distributions": [_POINTER] * 5 + [_LONG] * 2,
     "sample": [_POINTER] * 3 + [_LONG] * 2,
+    "verify_chain": [_POINTER] * 9 + [_LONG] * 4,
 }
 
 
@@ -207,12 +209,46 @@ class Kernels:
         return p
 
     def sample(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        """Sample from weights [N, V] float32, V a multiple of 16, as `spec.sampling.sample_cdf` does."""
+        """Sample from weights [N, V] float32, V a multiple of 16, as `spec.sampling.sample_cdf` does.
+
+        uniforms: [N] float64. Returns [N] int64, -1 for weights without mass or with a NaN.
+        """
         weights, uniforms = weights.contiguous(), uniforms.contiguous()
         tokens = torch.empty(len(weights), dtype=torch.int64)
         pointers = (weights.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
         self._library.sample(*pointers, *weights.shape)
         return tokens
+
+    def verify_chain(
+        self,
+        columns: torch.Tensor,
+        draft_probs: torch.Tensor,
+        target_probs: torch.Tensor,
+        accept_uniforms: torch.Tensor,
+        residual_uniforms: torch.Tensor,
+        *,
+        ids: torch.Tensor | None,
+    ) -> Verdict:
+        """Verify drafts by rejection sampling, as `spec.verify.verify_chain` does; V is a multiple of 16.
+
+        columns: [B, gamma] int64, the drafts as indices of draft_probs [B, gamma, D] float32. target_probs:
+        [B, gamma + 1, V] float32. ids: [D] int64, the tokens that the draft can propose, or None for all.
+        """
+        batch, gamma, vocab = len(columns), columns.shape[1], target_probs.shape[-1]
+        given = target_probs, draft_probs, columns, accept_uniforms, residual_uniforms
+        p, q, columns, coins, uniforms = (tensor.contiguous() for tensor in given)
+        verdict = Verdict(
+            num_accepted=torch.empty(batch, dtype=torch.int64),
+            next_token=torch.empty(batch, dtype=torch.int64),
+            accept_prob=torch.empty(batch, gamma),
+        )
+        self._library.verify_chain(
+            *(p.data_ptr(), q.data_ptr(), None if ids is None else ids.data_ptr()),
+            *(columns.data_ptr(), coins.data_ptr(), uniforms.data_ptr()),
+            *(verdict.num_accepted.data_ptr(), verdict.next_token.data_ptr(), verdict.accept_prob.data_ptr()),
+            *(batch, gamma, vocab, q.shape[-1]),
+        )
+        return verdict
 
 
 def _attention(

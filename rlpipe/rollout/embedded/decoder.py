@@ -372,7 +372,7 @@ def _draft_probs(drafted: Drafted, choices: torch.Tensor) -> tuple[np.ndarray, n
 
     q = torch.ones_like(p)
     if drafted.probs is not None:
-        q = drafted.probs[:, drafted.parents].gather(-1, tokens).squeeze(-1)
+        q = drafted.probs[:, drafted.parents].gather(-1, drafted.columns.unsqueeze(-1)).squeeze(-1)
         # A greedy row's other children have q = 0; they were not sampled either.
         q = torch.where(q > 0, q, 1.0)
     return tuple(x.cpu().numpy() for x in (tokens.squeeze(-1), p, q))

@@ -65,13 +65,15 @@ class Part:
 class Drafted:
     """Drafts of the decoding rows.
 
-    part: nodes 0 (pending) .. N, to verify. uniforms: [A, >= depth, streams]. probs: [A, >= N, V], q after
-    each node, None if no token was sampled. parents: parent of each of the nodes 1..N.
+    part: nodes 0 (pending) .. N, to verify. uniforms: [A, >= depth, streams]. probs: [A, >= N, D], q after
+    each node over the tokens that the draft can propose; None if no token was sampled. columns: [A, N], the
+    drafts as indices of D. parents: parent of each of the nodes 1..N.
     """
 
     part: Part
     uniforms: torch.Tensor
     probs: torch.Tensor | None
+    columns: torch.Tensor
     parents: list[int]
 
 
@@ -162,7 +164,8 @@ class ChainDrafting(_RowDrafting):
 
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
-        tokens, probs, frontier, layers = [pending], [], table.hidden[:decoding], model.depths
+        tokens, columns, probs = [pending], [], []
+        frontier, layers = table.hidden[:decoding], model.depths
         window = frontier[:, :1]
         for depth in range(gamma):
             if 0 < depth < layers:
@@ -176,15 +179,16 @@ class ChainDrafting(_RowDrafting):
             logits = model.draft_logits(window[:, -1])
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
-                column = table.sampler.sample(probs[-1], uniforms[:, depth, Stream.DRAFT])
+                columns.append(table.sampler.sample(probs[-1], uniforms[:, depth, Stream.DRAFT]))
             else:
-                column = logits.argmax(-1)
-            tokens.append(self._tokens(column))
+                columns.append(logits.argmax(-1))
+            tokens.append(self._tokens(columns[-1]))
 
         stacked = torch.stack(tokens, 1)
         part = Part(0, span, stacked, torch.zeros_like(pending), positions)
-        q = self._over_vocabulary(torch.stack(probs, 1)) if probs else None
-        return Drafted(part, uniforms, q, list(range(gamma)))
+        q = torch.stack(probs, 1) if probs else None
+        chosen = torch.stack(columns, 1) if columns else stacked[:, 1:]
+        return Drafted(part, uniforms, q, chosen, list(range(gamma)))
 
     def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
         """Verify the drafts by the rule of the mode; choices: [A, gamma + 1, V]."""
@@ -195,27 +199,27 @@ class ChainDrafting(_RowDrafting):
             token = self._table.sampler.sample(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
             return Verified(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
 
-        verdict = self._verify(
-            drafts, drafted.probs, choices, uniforms[:, :gamma, Stream.COIN], uniforms[:, 0, Stream.RESIDUAL]
-        )
+        verdict = self._verify(drafted, choices)
         accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
         tokens = torch.cat((drafts, next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
         return Verified(tokens, accepted, verdict.accept_prob, part)
 
-    def _verify(
-        self,
-        drafts: torch.Tensor,
-        draft_probs: torch.Tensor | None,
-        choices: torch.Tensor,
-        coins: torch.Tensor,
-        residual: torch.Tensor,
-    ) -> Verdict:
+    def _verify(self, drafted: Drafted, choices: torch.Tensor) -> Verdict:
+        drafts, q = drafted.part.tokens[:, 1:], drafted.probs
+        coins = drafted.uniforms[:, : drafts.shape[1], Stream.COIN]
+        uniforms = coins, drafted.uniforms[:, 0, Stream.RESIDUAL]
         if self._mode is SpecMode.GREEDY:
             return verify_greedy(drafts, choices)
         if self._mode is SpecMode.TARGET_ONLY:
-            return verify_target_only(drafts, None, choices, coins, residual, backend=self._backend)
+            return verify_target_only(drafts, None, choices, *uniforms, backend=self._backend)
+
+        assert q is not None
+        if self._mode is SpecMode.REJECTION:
+            ids, sampler = self._model.draft_ids, self._table.sampler
+            if verdict := sampler.verify_chain(drafted.columns, q, choices, *uniforms, ids=ids):
+                return verdict
         rule = verify_block if self._mode is SpecMode.BLOCK else verify_chain
-        return rule(drafts, draft_probs, choices, coins, residual, backend=self._backend)
+        return rule(drafts, self._over_vocabulary(q), choices, *uniforms, backend=self._backend)
 
 
 class LookupDrafting(ChainDrafting):
@@ -245,7 +249,7 @@ class LookupDrafting(ChainDrafting):
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
         tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)
         part = Part(0, span, tokens, torch.zeros_like(pending), positions)
-        return Drafted(part, uniforms, None, list(range(gamma)))
+        return Drafted(part, uniforms, None, tokens[:, 1:], list(range(gamma)))
 
 
 class TreeDrafting(_RowDrafting):
@@ -277,7 +281,7 @@ class TreeDrafting(_RowDrafting):
 
         rows, own = slice(0, decoding), self._span(last, draft=True)
         hidden = table.hidden[rows]  # [A, nodes of the level, H]
-        tokens, probs = [pending.unsqueeze(1)], []
+        tokens, chosen, probs = [pending.unsqueeze(1)], [], []
 
         for depth, level in enumerate(self._levels[1:]):
             if depth:
@@ -300,20 +304,21 @@ class TreeDrafting(_RowDrafting):
                 if greedy.any():
                     sampled = torch.where(self._upload(greedy)[:, None, None], columns, sampled)
                 columns = sampled
-            tokens.append(self._tokens(columns).flatten(1))
+            chosen.append(columns.flatten(1))
+            tokens.append(self._tokens(chosen[-1]))
 
         positions = last[:, None] + self._depths
         part = Part(0, self._span(last), torch.cat(tokens, 1), torch.zeros_like(pending), positions)
-        return Drafted(part, uniforms, self._over_nodes(probs), list(tree.parents[1:]))
+        return Drafted(part, uniforms, self._over_nodes(probs), torch.cat(chosen, 1), list(tree.parents[1:]))
 
     def _over_nodes(self, probs: list[torch.Tensor]) -> torch.Tensor | None:
-        """Join q of the levels that have children into [A, N + 1, V] for all nodes; None without levels."""
+        """Join q of the levels that have children into [A, N + 1, D] for all nodes; None without levels."""
         if not probs:
             return None
 
         # Leaves have no children, so their distribution is never read.
         leaves = probs[0].new_zeros(len(probs[0]), len(self._levels[-1]), probs[0].shape[-1])
-        return self._over_vocabulary(torch.cat([*probs, leaves], 1))
+        return torch.cat([*probs, leaves], 1)
 
     def verify(self, drafted: Drafted, choices: torch.Tensor) -> Verified:
         """Verify the tree, and move the accepted path's keys next to the root's; choices: [A, N + 1, V]."""
@@ -341,13 +346,15 @@ class TreeDrafting(_RowDrafting):
         if self._table.greedy[: len(tokens)].all():
             return verify_tree_greedy(tree, tokens, choices)
 
+        assert drafted.probs is not None, "a row that samples has distributions"
+
         # In a mixed batch, a greedy row's q is 1 at the first child and 0 at the others. A token with q = 0
         # and p > 0 is always accepted, so the child that is the argmax is accepted for any coins.
         coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
         return verify_tree(
             tree,
             tokens,
-            drafted.probs,
+            self._over_vocabulary(drafted.probs),
             choices,
             torch.cat(coins, 1),
             uniforms[:, 0, Stream.RESIDUAL],

@@ -11,6 +11,7 @@ import torch
 
 from rlpipe.rollout.embedded import amx
 from rlpipe.spec.sampling import log_probs, sample_cdf, softmax
+from rlpipe.spec.verify import Verdict
 
 _LANES = 16  # the kernels need a multiple of it as vocabulary
 
@@ -54,6 +55,22 @@ class Sampler:
         """Sample from unnormalised weights; see `sample_cdf`."""
         kernels = self._kernels_for(weights)
         return sample_cdf(weights, uniforms) if kernels is None else kernels.sample(weights, uniforms)
+
+    def verify_chain(
+        self,
+        columns: torch.Tensor,
+        draft_probs: torch.Tensor,
+        target_probs: torch.Tensor,
+        accept_uniforms: torch.Tensor,
+        residual_uniforms: torch.Tensor,
+        *,
+        ids: torch.Tensor | None,
+    ) -> Verdict | None:
+        """Verify drafts by `amx.Kernels.verify_chain`; None if the kernels cannot."""
+        if (kernels := self._kernels_for(target_probs)) is None:
+            return None
+        uniforms = accept_uniforms, residual_uniforms
+        return kernels.verify_chain(columns, draft_probs, target_probs, *uniforms, ids=ids)
 
     def _kernels_for(self, rows: torch.Tensor) -> amx.Kernels | None:
         return None if rows.shape[-1] % _LANES else self._kernels

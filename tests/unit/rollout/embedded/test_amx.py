@@ -6,6 +6,7 @@ They exist only on CPUs with AMX; elsewhere the engine uses torch's operations, 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from rlpipe.rollout.embedded import amx
 from rlpipe.rollout.embedded.huge_pages import HugePages
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import sample_cdf
+from rlpipe.spec.verify import verify_chain
+from tests.helpers.kernel_cases import random_case
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
+from tests.helpers.verification_law import PremiseBroken, Process, emitted_law
+from tests.helpers.wrong_verifiers import CHAIN_MUTANTS
 
 pytestmark = pytest.mark.unit
 HAS_AMX = torch.cpu._is_amx_tile_supported()
@@ -171,8 +176,96 @@ def test_a_nan_among_logits_or_weights_is_not_hidden():
     assert all(column.isnan().all() for column in amx.kernels().distributions(logits, None))
     weights = torch.ones(1, 2048)
     weights[0, 1500] = float("nan")
-    token = amx.kernels().sample(weights, torch.tensor([0.1], dtype=torch.float64))
-    assert torch.equal(token, sample_cdf(weights, torch.tensor([0.1], dtype=torch.float64)))
+    assert amx.kernels().sample(weights, torch.tensor([0.1], dtype=torch.float64)).item() == -1
+
+
+def _chain(drafts, q, p, coins, residual, *, ids=None):
+    """Verify with the kernel: the vocabulary is padded to a multiple of 16, and q restricted to `ids`."""
+    p, q = F.pad(p.float(), (0, -p.shape[-1] % 16)), q.float()
+    if ids is None:
+        q = F.pad(q, (0, p.shape[-1] - q.shape[-1]))
+    else:
+        q, drafts = q[..., ids].contiguous(), torch.searchsorted(ids, drafts).clamp(max=len(ids) - 1)
+    return amx.kernels().verify_chain(drafts, q, p, coins, residual, ids=ids)
+
+
+def _dyadic(vocab: int, depths: int, seed: int, among: list[int] | None = None) -> Process:
+    """Laws of multiples of 1/64, with which the kernel's float32 computes exactly; some tokens have none."""
+    generator, probs = torch.Generator().manual_seed(seed), []
+    for depth in range(depths):
+        shape = [vocab] * depth
+        weights = (
+            torch.ones(vocab) if among is None else torch.zeros(vocab).index_fill_(0, torch.tensor(among), 1)
+        )
+        weights = weights.expand(*shape, vocab).reshape(-1, vocab) * torch.rand(vocab, generator=generator)
+        drawn = torch.multinomial(weights, 64, replacement=True, generator=generator)
+        probs.append(F.one_hot(drawn, vocab).sum(1).double().div(64).view(*shape, vocab))
+    return Process(probs)
+
+
+@with_amx
+@pytest.mark.parametrize(("vocab", "gamma"), [(5, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_chain_kernel_emits_exactly_the_joint_law_of_the_target(vocab, gamma, reduced):
+    """reduced: the draft can propose only some tokens."""
+    ids = torch.tensor([0, 2]) if reduced else None
+    target, draft = _dyadic(vocab, gamma + 1, 1), _dyadic(vocab, gamma, 2, [0, 2] if reduced else None)
+    joint = draft.joint(gamma)
+    law = emitted_law(partial(_chain, ids=ids), target, draft, lambda drafts: joint[tuple(drafts.T)])
+    assert (law - target.joint(gamma + 1)).abs().max() < 1e-12
+
+
+@with_amx
+@pytest.mark.parametrize("mutant", sorted(CHAIN_MUTANTS.keys() - {"bfloat16_q"}))
+def test_the_exact_law_catches_a_wrong_rule_with_these_laws(mutant):
+    """But for one that rounds to bfloat16, which holds multiples of 1/64."""
+    target, draft = _dyadic(3, 3, 1), _dyadic(3, 2, 2)
+    joint = draft.joint(2)
+    try:
+        law = emitted_law(CHAIN_MUTANTS[mutant], target, draft, lambda drafts: joint[tuple(drafts.T)])
+    except PremiseBroken:
+        return
+    assert (law - target.joint(3)).abs().max() > 1e-4
+
+
+@with_amx
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("batch", "gamma", "vocab"), [(200, 3, 64), (7, 2, 4112)])
+def test_the_chain_kernel_gives_the_verdicts_of_torch(batch, gamma, vocab, reduced):
+    case, ids = random_case(batch, gamma, vocab), None
+    case.residual_uniforms = (torch.arange(batch, dtype=torch.float64) + 0.5) / batch  # off ties
+    case.accept_uniforms[0] = 0.0  # all accepted
+    if reduced:
+        ids = torch.arange(1, vocab, 3)
+        inside = torch.zeros(vocab).index_fill_(0, ids, 1)
+        case.draft_probs = case.draft_probs * inside
+        case.draft_probs /= case.draft_probs.sum(-1, keepdim=True)
+        case.draft_tokens = case.draft_probs.argmax(-1)
+    ours, wanted = (
+        _chain(*case.arguments("verify_chain"), ids=ids),
+        verify_chain(*case.arguments("verify_chain")),
+    )
+    assert torch.equal(ours.num_accepted, wanted.num_accepted) and wanted.num_accepted.unique().numel() > 1
+    assert torch.equal(ours.next_token, wanted.next_token)
+    assert torch.equal(ours.accept_prob, wanted.accept_prob)
+
+
+@with_amx
+@pytest.mark.parametrize(("p", "q"), [(0.5, float("nan")), (float("nan"), 0.5), (0.5, 0.0), (0.0, 0.5)])
+def test_the_chain_kernel_gives_the_verdicts_of_torch_at_the_ends(p, q):
+    """NaN is never accepted, nor p = 0; a residual without mass falls back to the target."""
+    rest = (1 - p if p == p else 0.5) / 15
+    target = torch.full((1, 2, 16), rest)
+    target[0, 0, 0] = p
+    draft = torch.full((1, 1, 16), rest)
+    draft[0, 0, 0] = q
+    for coin in (0.0, 0.5, 1.0):
+        coins, residual = torch.full((1, 1), coin).double(), torch.tensor([0.9], dtype=torch.float64)
+        arguments = torch.zeros(1, 1, dtype=torch.int64), draft, target, coins, residual
+        ours, wanted = _chain(*arguments), verify_chain(*arguments)
+        assert torch.equal(ours.num_accepted, wanted.num_accepted)
+        assert torch.equal(ours.accept_prob, wanted.accept_prob)
+        assert ours.next_token == (-1 if p != p else wanted.next_token)
 
 
 FAMILIES = {

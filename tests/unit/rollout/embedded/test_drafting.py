@@ -112,7 +112,8 @@ def test_a_table_restricts_q_to_its_tokens(checkpoint, draft_law, table, mode):
             for node in range(len(paths)):
                 if shape.children(node):
                     q = draft_law(prefix, [int(tokens[row, n - 1]) for n in paths[node]])
-                    assert (drafted.probs[row, node] - _in_table(q)).abs().max() < TOLERANCE
+                    assert (drafted.probs[row, node] - _in_table(q)[TABLE]).abs().max() < TOLERANCE
+        assert torch.equal(torch.tensor(TABLE)[drafted.columns], tokens)
 
 
 def test_an_update_replaces_the_rows_of_the_head_that_a_table_chose(checkpoint, table):
