@@ -43,11 +43,12 @@ typedef struct {
     float eps, scale;
 } Layer;
 
-// A thread, and what it fetches: its share of the weights of one product after the other, `count` in all.
+// A thread, and what it fetches: its share of the weights of the products that follow, the first `left` of
+// `products`, which the threads compute in this order.
 typedef struct {
     long thread, threads;
-    const Layer* layers;
-    long next, count;
+    const Product* const* products;
+    long left;
     const char *at, *end;  // of the share that it fetches
 } Stream;
 
@@ -96,8 +97,8 @@ static long first_block(const Product* product, long thread, long threads) {
 // Fetch the next lines, one for each output of a block.
 static void fetch(Stream* stream) {
     while (stream->at >= stream->end) {
-        if (stream->next == stream->count) return;
-        const Product* product = &stream->layers[stream->next / PRODUCTS].products[stream->next % PRODUCTS];
+        if (!stream->left) return;
+        const Product* product = *stream->products;
         const char* ends[2];
         for (long i = 0; i < 2; i++) {
             long output = BLOCK * first_block(product, stream->thread + i, stream->threads);
@@ -106,14 +107,15 @@ static void fetch(Stream* stream) {
         }
         stream->at = ends[0];
         stream->end = ends[1];
-        stream->next++;
+        stream->products++;
+        stream->left--;
     }
     for (long i = 0; i < BLOCK; i++) _mm_prefetch(stream->at + i * LINE, _MM_HINT_T1);
     stream->at += BLOCK * LINE;
 }
 
-static Stream start(const Layer* layers, long count) {
-    Stream stream = {omp_get_thread_num(), omp_get_num_threads(), layers, 0, count, NULL, NULL};
+static Stream start(const Product* const* products, long count) {
+    Stream stream = {omp_get_thread_num(), omp_get_num_threads(), products, count, NULL, NULL};
     for (long i = 0; i < AHEAD / (BLOCK * LINE); i++) fetch(&stream);
     return stream;
 }
@@ -200,11 +202,12 @@ static void multiply(const Product* product, const void* beside, const bf16* res
 // space for rows * inputs elements.
 void linear(const bf16* weight, const bf16* bias, const bf16* x, bf16* y, void* work, long rows, long outputs,
             long inputs) {
-    Layer only = {.products = {{weight, bias, outputs, inputs}}};
+    Product product = {weight, bias, outputs, inputs};
+    const Product* only = &product;
 #pragma omp parallel
     {
         Stream stream = start(&only, 1);
-        multiply(only.products, arrange(x, work, rows, inputs, &stream), NULL, y, rows, &stream);
+        multiply(only, arrange(x, work, rows, inputs, &stream), NULL, y, rows, &stream);
         _tile_release();
     }
 }
@@ -435,7 +438,7 @@ static void place(const Layer* layer, bf16* qkv, const float* rotation, const in
     }
 }
 
-// Norm the rows of x[rows, size] before a product; returns the result in `space`. With one row each thread does
+// Norm the rows of x[rows, size] before a product; returns the result, in `space` for several rows. With one row each thread does
 // that for itself, because to wait for another takes longer.
 static const bf16* normed(const bf16* x, const bf16* weight, bf16* space, long rows, long size, float eps,
                           const Stream* stream) {
@@ -461,73 +464,144 @@ static const bf16* gated(const bf16* x, bf16* space, long rows, long size, const
     return space;
 }
 
-// Run layers of the same sizes over the tokens x[rows * width, hidden] of one span; rotation, slots: see
-// rotate_and_store. As one call, because between the kernels Python takes as long as the kernels do with a
-// single token. cache, and keys and values of `attention`: of the first layer; those of the next are
-// `following` elements behind. attention: without query, y and the sizes that the layer has.
-void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const float* rotation,
-                const int64_t* slots, bf16* cache, long following, const Attention* attention) {
-    Attention a = *attention;
-    const Product* products = layers->products;
-    long tokens = a.rows * a.width, hidden = products[QKV].inputs, inner = products[DOWN].inputs;
-    long all = products[QKV].outputs, queries = products[OUTPUT].inputs;
-    long widest = inner > hidden ? inner : hidden;
+// Memory for what is computed within layers, for `tokens` tokens; `filled` and `beside` hold inputs of products.
+typedef struct {
+    bf16 *joined, *between, *qkv, *attended, *both, *filled;
+    void* beside;
+} Space;
+
+static Space reserve(const Layer* layer, long tokens) {
+    const Product* of = layer->products;
+    long hidden = of[QKV].inputs, all = of[QKV].outputs, queries = of[OUTPUT].inputs, inner = of[DOWN].inputs;
+    long widest = inner > 2 * hidden ? inner : 2 * hidden;
     if (queries > widest) widest = queries;
 
-    // Kept for the thread's next call; see own_memory, which the threads use meanwhile.
+    // Kept as by own_memory, which the threads use meanwhile.
     static _Thread_local bf16* memory = NULL;
     static _Thread_local long capacity = 0;
-    long wanted = tokens * (hidden + all + queries + 2 * inner + 2 * widest);
+    long wanted = tokens * (2 * hidden + all + queries + 2 * inner + 2 * widest);
     if (wanted > capacity) {
         free(memory);
         memory = malloc(sizeof(bf16) * (capacity = wanted));
     }
-    bf16 *between = memory, *qkv = between + tokens * hidden, *attended = qkv + tokens * all;
-    bf16 *both = attended + tokens * queries, *space = both + 2 * tokens * inner;
-    void* beside = space + tokens * widest;
 
-    a.query = qkv;
-    a.y = attended;
-    a.kv_heads = layers->kv_heads;
-    a.group = layers->heads / layers->kv_heads;
-    a.size = layers->size;
+    Space space = {.joined = memory};
+    space.between = space.joined + tokens * hidden;
+    space.qkv = space.between + tokens * hidden;
+    space.attended = space.qkv + tokens * all;
+    space.both = space.attended + tokens * queries;
+    space.filled = space.both + tokens * 2 * inner;
+    space.beside = space.filled + tokens * widest;
+    return space;
+}
+
+// The tokens of one span in a pass: their rotations and slots, see rotate_and_store, the cache of a layer, and
+// the attention without query, y and the sizes that the layer has.
+typedef struct {
+    const float* rotation;
+    const int64_t* slots;
+    bf16* cache;
+    Attention attention;
+} Pass;
+
+// Run a layer over x[tokens, hidden]; y may be x.
+static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pass, const Space* space,
+                      Stream* stream) {
+    const Product* of = layer->products;
+    Attention a = pass->attention;
+    long tokens = a.rows * a.width, all = of[QKV].outputs;
+    a.query = space->qkv;
+    a.y = space->attended;
+    a.kv_heads = layer->kv_heads;
+    a.group = layer->heads / layer->kv_heads;
+    a.size = layer->size;
     a.stride = all;
-    a.scale = layers->scale;
+    a.scale = layer->scale;
 
-#pragma omp parallel firstprivate(a, x, cache)
-    {
-        Stream stream = start(layers, PRODUCTS * count);
-        for (const Layer* layer = layers; layer < layers + count; layer++) {
-            const Product* of = layer->products;
-            const bf16* input = normed(x, layer->input_norm, space, tokens, hidden, layer->eps, &stream);
-            multiply(of + QKV, arrange(input, beside, tokens, hidden, &stream), NULL, qkv, tokens, &stream);
+    const bf16* input = normed(x, layer->input_norm, space->filled, tokens, of[QKV].inputs, layer->eps, stream);
+    const void* beside = arrange(input, space->beside, tokens, of[QKV].inputs, stream);
+    multiply(of + QKV, beside, NULL, space->qkv, tokens, stream);
 #pragma omp barrier
 
 #pragma omp for collapse(2) schedule(dynamic)
-            for (long row = 0; row < a.rows; row++)
-                for (long head = 0; head < a.kv_heads; head++) {
-                    long token = row * a.width;
-                    place(layer, qkv + token * all, rotation + token * layer->rotary,
-                          slots + token * 2 * a.kv_heads, cache, a.width, head);
-                    attend_head(&a, row, head);
-                }
-            input = arrange(attended, beside, tokens, queries, &stream);
-            multiply(of + OUTPUT, input, x, between, tokens, &stream);
-#pragma omp barrier
-
-            input = normed(between, layer->post_norm, space, tokens, hidden, layer->eps, &stream);
-            multiply(of + GATE_UP, arrange(input, beside, tokens, hidden, &stream), NULL, both, tokens, &stream);
-#pragma omp barrier
-
-            input = gated(both, space, tokens, inner, &stream);
-            multiply(of + DOWN, arrange(input, beside, tokens, inner, &stream), between, y, tokens, &stream);
-#pragma omp barrier
-
-            x = y;
-            cache += following;
-            a.keys += following;
-            a.values += following;
+    for (long row = 0; row < a.rows; row++)
+        for (long head = 0; head < a.kv_heads; head++) {
+            long token = row * a.width;
+            place(layer, space->qkv + token * all, pass->rotation + token * layer->rotary,
+                  pass->slots + token * 2 * a.kv_heads, pass->cache, a.width, head);
+            attend_head(&a, row, head);
         }
+    beside = arrange(space->attended, space->beside, tokens, of[OUTPUT].inputs, stream);
+    multiply(of + OUTPUT, beside, x, space->between, tokens, stream);
+#pragma omp barrier
+
+    input = normed(space->between, layer->post_norm, space->filled, tokens, of[GATE_UP].inputs, layer->eps, stream);
+    beside = arrange(input, space->beside, tokens, of[GATE_UP].inputs, stream);
+    multiply(of + GATE_UP, beside, NULL, space->both, tokens, stream);
+#pragma omp barrier
+
+    input = gated(space->both, space->filled, tokens, of[DOWN].inputs, stream);
+    beside = arrange(input, space->beside, tokens, of[DOWN].inputs, stream);
+    multiply(of + DOWN, beside, space->between, y, tokens, stream);
+#pragma omp barrier
+}
+
+// Run layers of the same sizes over x[tokens, hidden], the input of the first. As one call, because between the
+// kernels Python takes as long as the kernels do with a single token. first: the pass of the first layer; cache,
+// keys and values of the next are `following` elements behind.
+void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const Pass* first, long following) {
+    Space space = reserve(layers, first->attention.rows * first->attention.width);
+    const Product** order = malloc(sizeof *order * PRODUCTS * count);
+    for (long i = 0; i < PRODUCTS * count; i++) order[i] = &layers[i / PRODUCTS].products[i % PRODUCTS];
+
+#pragma omp parallel
+    {
+        Stream stream = start(order, PRODUCTS * count);
+        Pass pass = *first;
+        for (long i = 0; i < count; i++) {
+            run_layer(layers + i, i ? y : x, y, &pass, &space, &stream);
+            pass.cache += following;
+            pass.attention.keys += following;
+            pass.attention.values += following;
+        }
+        _tile_release();
+    }
+    free(order);
+}
+
+// An MTP layer: joined[hidden, 2 * hidden] reads the normed state, then the normed embedding of the next token.
+typedef struct {
+    Layer layer;
+    Product joined;
+    const bf16 *hidden_norm, *token_norm, *final_norm;
+} Draft;
+
+// Run an MTP layer over the states x[count, hidden] and the tokens after them; y[count, hidden]. embedding[vocab,
+// hidden].
+void run_draft(const Draft* draft, const bf16* x, const int64_t* tokens, const bf16* embedding, bf16* y,
+               const Pass* pass) {
+    const Layer* layer = &draft->layer;
+    long count = pass->attention.rows * pass->attention.width, hidden = layer->products[QKV].inputs;
+    Space space = reserve(layer, count);
+    const Product* order[PRODUCTS + 1] = {&draft->joined};
+    for (long i = 0; i < PRODUCTS; i++) order[i + 1] = &layer->products[i];
+
+#pragma omp parallel
+    {
+        Stream stream = start(order, PRODUCTS + 1);
+        for (long row = stream.thread; row < count; row += stream.threads) {
+            bf16* both = space.filled + row * 2 * hidden;
+            norm_row(x + row * hidden, draft->hidden_norm, both, hidden, layer->eps);
+            norm_row(embedding + tokens[row] * hidden, draft->token_norm, both + hidden, hidden, layer->eps);
+        }
+#pragma omp barrier
+        const void* beside = arrange(space.filled, space.beside, count, 2 * hidden, &stream);
+        multiply(&draft->joined, beside, NULL, space.joined, count, &stream);
+#pragma omp barrier
+
+        run_layer(layer, space.joined, y, pass, &space, &stream);
+        for (long row = stream.thread; row < count; row += stream.threads)
+            norm_row(y + row * hidden, draft->final_norm, y + row * hidden, hidden, layer->eps);
         _tile_release();
     }
 }

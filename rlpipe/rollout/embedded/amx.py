@@ -44,7 +44,8 @@ _SIGNATURES = {
     "gate": [_POINTER] * 2 + [_LONG] * 2,
     "rotate_and_store": [_POINTER] * 4 + [_LONG] * 6,
     "attend": [_POINTER],
-    "run_layers": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _POINTER],
+    "run_layers": [_POINTER, _LONG, *[_POINTER] * 3, _LONG],
+    "run_draft": [_POINTER] * 6,
     "distributions": [_POINTER] * 5 + [_LONG] * 2,
     "sample": [_POINTER] * 3 + [_LONG] * 2,
     "verify_chain": [_POINTER] * 9 + [_LONG] * 4,
@@ -68,12 +69,28 @@ class WholeLayer(ctypes.Structure):
     )
 
 
+class WholeDraft(ctypes.Structure):
+    """An MTP layer, for `Kernels.run_draft`. joined: its columns for the state come first."""
+
+    _fields_ = (
+        *(("layer", WholeLayer), ("joined", Product)),
+        *((name, _POINTER) for name in ("hidden_norm", "token_norm", "final_norm")),
+    )
+
+
 class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("query", "keys", "values", "mask", "contexts", "y")),
         *((name, _LONG) for name in ("rows", "width", "kv_heads", "group", "size", "length", "stride")),
         *((name, _LONG) for name in ("cached", "spaced", "covered", "apart")),
         ("scale", _FLOAT),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("rotation", "slots", "cache")),
+        ("attention", _Attention),
     )
 
 
@@ -176,15 +193,32 @@ class Kernels:
 
         span: has `contexts`. first: index of the first layer. cache: [layers, slots, D], of all layers.
         """
-        assert span.contexts is not None
-        y, keys = torch.empty_like(x), span.keys[first]
-        attention = _attention(keys, span.values[first], span.mask, span.contexts, span.width)
-        tensors = x, y, span.rotation.contiguous(), span.slots.contiguous(), cache[first]
-        self._library.run_layers(
-            *(ctypes.byref(layers), len(layers)),
-            *(tensor.data_ptr() for tensor in tensors),
-            *(cache.stride(0), ctypes.byref(attention)),
-        )
+        y, tensors = torch.empty_like(x), _per_token(span)
+        place = _pass(span, first, cache, *tensors)
+        addresses = x.data_ptr(), y.data_ptr(), ctypes.byref(place)
+        self._library.run_layers(ctypes.byref(layers), len(layers), *addresses, cache.stride(0))
+        return y
+
+    def run_draft(
+        self,
+        draft: WholeDraft,
+        x: torch.Tensor,
+        tokens: torch.Tensor,
+        *,
+        embedding: torch.Tensor,
+        span: Span,
+        index: int,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run an MTP layer over the states x [N, H] and the tokens [N] after them: normed states [N, H].
+
+        embedding: [V, H]. index: index of the layer in the cache; see `run_layers`.
+        """
+        x, tokens = x.contiguous(), tokens.contiguous()
+        y, tensors = torch.empty_like(x), _per_token(span)
+        place = _pass(span, index, cache, *tensors)
+        given = (tensor.data_ptr() for tensor in (x, tokens, embedding, y))
+        self._library.run_draft(ctypes.byref(draft), *given, ctypes.byref(place))
         return y
 
     def distributions(
@@ -249,6 +283,18 @@ class Kernels:
             *(batch, gamma, vocab, q.shape[-1]),
         )
         return verdict
+
+
+def _per_token(span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rotations and slots as the kernels read them; they must live until the call has ended."""
+    return span.rotation.contiguous(), span.slots.contiguous()
+
+
+def _pass(span: Span, index: int, cache: torch.Tensor, rotation: torch.Tensor, slots: torch.Tensor) -> _Pass:
+    """Describe a pass over a span, which has `contexts`. index, cache: see `Kernels.run_layers`."""
+    assert span.contexts is not None
+    attention = _attention(span.keys[index], span.values[index], span.mask, span.contexts, span.width)
+    return _Pass(rotation.data_ptr(), slots.data_ptr(), cache[index].data_ptr(), attention)
 
 
 def _attention(

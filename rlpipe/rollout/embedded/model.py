@@ -16,7 +16,6 @@ Scores do not change, because q and k are permuted in the same way.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -124,7 +123,7 @@ class Model:
         self._kernels = amx.usable(device, dtype) if amx.fits(arch) else None
 
         # Where each key and value head of a row begins in the flat cache of a layer.
-        self._flat = self.cache.view(layers, -1, head_dim)
+        self.flat_cache = self.cache.view(layers, -1, head_dim)
         heads = torch.arange(sides * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
@@ -263,8 +262,9 @@ class Model:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return final-norm hidden states, and the outputs of the layers `kept`, in that order."""
         x, outputs = self.embedding.index_select(0, tokens), {}
-        if self._whole is not None and not kept and self._takes_whole_layers(x, spans):
-            return self.norm(self._run_whole(self._whole, 0, x, spans[0]), self.final_norm), []
+        if self._whole is not None and not kept and (kernels := self.whole_kernels(x, spans)) is not None:
+            x = kernels.run_layers(self._whole, x, span=spans[0], first=0, cache=self.flat_cache)
+            return self.norm(x, self.final_norm), []
 
         shared = join(spans)
         for index, layer in enumerate(self.layers):
@@ -344,12 +344,8 @@ class Model:
         """Run one layer over all spans, and return its output."""
         arch, (slots, rotation) = self.arch, shared
         heads, kernels = arch.heads, self._kernels
-        if layer.whole is not None and read is None and self._takes_whole_layers(x, spans):
-            x = self._run_whole((amx.WholeLayer * 1)(layer.whole), index, x, spans[0])
-            return x if selects is None else x.index_select(0, flat_index(spans, selects))
-
         read = self.norm(x, layer.input_norm) if read is None else read
-        qkv = self._project(layer, read, rotation, slots, self._flat[index])
+        qkv = self._project(layer, read, rotation, slots, self.flat_cache[index])
         masks = [span.mask for span in spans]
 
         # The keys of all tokens are in the cache now; continue only with the selected tokens.
@@ -377,16 +373,13 @@ class Model:
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
 
-    def _takes_whole_layers(self, x: torch.Tensor, spans: Sequence[Span]) -> bool:
-        """Return whether `_run_whole` can run a pass."""
-        return len(spans) == 1 and len(x) <= amx.MANY_ROWS and spans[0].contexts is not None
+    def whole_kernels(self, x: torch.Tensor, spans: Sequence[Span]) -> amx.Kernels | None:
+        """Return the kernels if they can run whole layers over the tokens of a pass, x [N, H].
 
-    def _run_whole(
-        self, layers: ctypes.Array[amx.WholeLayer], first: int, x: torch.Tensor, span: Span
-    ) -> torch.Tensor:
-        """Run layers in one call: with few tokens, Python takes as long as the kernels between two calls."""
-        assert self._kernels is not None
-        return self._kernels.run_layers(layers, x, span=span, first=first, cache=self._flat)
+        With few tokens, Python takes as long as the kernels between two calls.
+        """
+        plain = len(spans) == 1 and len(x) <= amx.MANY_ROWS and spans[0].contexts is not None
+        return self._kernels if plain else None
 
     def _project(
         self,

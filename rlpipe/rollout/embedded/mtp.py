@@ -14,8 +14,9 @@ import torch
 
 from rlpipe.models.base import Layout
 from rlpipe.models.checkpoint import mtp_prefix
+from rlpipe.rollout.embedded import amx
 from rlpipe.rollout.embedded.linear import Linear
-from rlpipe.rollout.embedded.span import Span
+from rlpipe.rollout.embedded.span import Span, flat_index
 
 if TYPE_CHECKING:
     from rlpipe.rollout.embedded.model import Layer, Model
@@ -30,6 +31,7 @@ class MtpLayer:
     hidden_norm: torch.Tensor
     joined: Linear
     final_norm: torch.Tensor
+    whole: amx.WholeDraft | None = None  # for `amx.Kernels.run_draft`
 
     @classmethod
     def read(cls, model: Model, weights: Mapping[str, torch.Tensor], index: int) -> MtpLayer:
@@ -40,7 +42,12 @@ class MtpLayer:
         # In checkpoints without the layout SWAPPED the token's columns are first; `step` needs them last.
         if Layout.SWAPPED not in {part.layout for part in parts}:
             joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
-        return cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
+        made = cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
+        layer, product = made.layer.whole, made.joined.described()
+        if layer is not None and product is not None:
+            norms = (norm.data_ptr() for norm in (hidden_norm, token_norm, final_norm))
+            made.whole = amx.WholeDraft(layer, product, *norms)
+        return made
 
     def step(
         self,
@@ -52,6 +59,11 @@ class MtpLayer:
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
         """Compute the states of the next depth, [N, H] or [sum B, H]; for the arguments see `Model.draft`."""
+        if self.whole is not None and (kernels := model.whole_kernels(hidden, spans)) is not None:
+            where = {"span": spans[0], "index": model.arch.layers + depth, "cache": model.flat_cache}
+            states = kernels.run_draft(self.whole, hidden, tokens, embedding=model.embedding, **where)
+            return states if selects is None else states.index_select(0, flat_index(spans, selects))
+
         embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)
         x = self.joined(torch.cat((model.norm(hidden, self.hidden_norm), embedded), -1))
         return model.norm(model.run_draft_layer(self.layer, x, spans, selects, depth=depth), self.final_norm)
