@@ -438,8 +438,8 @@ static void place(const Layer* layer, bf16* qkv, const float* rotation, const in
     }
 }
 
-// Norm the rows of x[rows, size] before a product; returns the result, in `space` for several rows. With one row each thread does
-// that for itself, because to wait for another takes longer.
+// Norm the rows of x[rows, size] before a product; returns the result, in `space` for several rows. A single
+// row is normed by each thread for itself, because to wait for another takes longer.
 static const bf16* normed(const bf16* x, const bf16* weight, bf16* space, long rows, long size, float eps,
                           const Stream* stream) {
     if (rows == 1) {
@@ -535,14 +535,15 @@ static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pa
     multiply(of + OUTPUT, beside, x, space->between, tokens, stream);
 #pragma omp barrier
 
-    input = normed(space->between, layer->post_norm, space->filled, tokens, of[GATE_UP].inputs, layer->eps, stream);
+    x = space->between;
+    input = normed(x, layer->post_norm, space->filled, tokens, of[GATE_UP].inputs, layer->eps, stream);
     beside = arrange(input, space->beside, tokens, of[GATE_UP].inputs, stream);
     multiply(of + GATE_UP, beside, NULL, space->both, tokens, stream);
 #pragma omp barrier
 
     input = gated(space->both, space->filled, tokens, of[DOWN].inputs, stream);
     beside = arrange(input, space->beside, tokens, of[DOWN].inputs, stream);
-    multiply(of + DOWN, beside, space->between, y, tokens, stream);
+    multiply(of + DOWN, beside, x, y, tokens, stream);
 #pragma omp barrier
 }
 

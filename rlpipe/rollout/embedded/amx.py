@@ -293,7 +293,8 @@ def _per_token(span: Span) -> tuple[torch.Tensor, torch.Tensor]:
 def _pass(span: Span, index: int, cache: torch.Tensor, rotation: torch.Tensor, slots: torch.Tensor) -> _Pass:
     """Describe a pass over a span, which has `contexts`. index, cache: see `Kernels.run_layers`."""
     assert span.contexts is not None
-    attention = _attention(span.keys[index], span.values[index], span.mask, span.contexts, span.width)
+    keys, values = span.seen[index]  # without the views of all other layers
+    attention = _attention(keys, values, span.mask, span.contexts, span.width)
     return _Pass(rotation.data_ptr(), slots.data_ptr(), cache[index].data_ptr(), attention)
 
 

@@ -203,7 +203,8 @@ class Model:
         """
         batch, width = positions.shape
         arch, few = self.arch, use_products(width, self.device)
-        products, own = few and self._kernels is None, few and self._kernels is not None
+        products = few and self._kernels is None
+        own = self._kernels is not None and (few or batch * width <= amx.MANY_ROWS)
 
         contexts, context = np.broadcast_to(context, batch), int(np.max(context))
         slots = positions if slots is None else slots
@@ -225,8 +226,7 @@ class Model:
             slots=places.unsqueeze(-1) + self._head_offsets,
             rotation=self._rotations[positions],
             mask=mask,
-            keys=seen[:, 0].unbind(0),
-            values=seen[:, -1].unbind(0),
+            seen=seen,
             contexts=torch.tensor(contexts, dtype=torch.int64) if own else None,
             decoding=decoding,
         )

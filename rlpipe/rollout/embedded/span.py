@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from rlpipe.rollout.embedded.attention import Piece
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Span:
     """`batch` consecutive rows with `width` new tokens each; shared by all layers of a pass.
 
     slots: [B, q, keys and values], index in a layer's flat cache of each key and value head of a token.
-    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots to attend to. mask: 0 or
-    -inf, [B, q, L]; with pieces, expanded by `attention.expand_mask`. pieces: groups of rows that attend
-    together in two batched products; if empty, one kernel runs over all rows. contexts: [B] int64, how many
-    keys of each row `amx.Kernels.attend` reads; None if it is not used. decoding: whether the rows are the
-    first rows of the cache and have the few tokens of a decode step.
+    rotation: [B, q, D/2] complex64. seen: view of the slots to attend to, [layers, keys and values, B, heads,
+    L, D]; with latent attention, keys are also the values, and with pieces B and heads are one dimension.
+    mask: 0 or -inf, [B, q, L]; with pieces, expanded by `attention.expand_mask`. pieces: groups of rows that
+    attend together in two batched products; if empty, one kernel runs over all rows. contexts: [B] int64, how
+    many keys of each row the kernels of `amx` read; None if they are not used. decoding: whether the rows are
+    the first rows of the cache and have the few tokens of a decode step.
     """
 
     batch: int
@@ -32,10 +34,19 @@ class Span:
     slots: torch.Tensor
     rotation: torch.Tensor
     mask: torch.Tensor
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    seen: torch.Tensor
     contexts: torch.Tensor | None = None
     decoding: bool = False
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """The keys of each layer."""
+        return self.seen[:, 0].unbind(0)
+
+    @cached_property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The values of each layer."""
+        return self.seen[:, -1].unbind(0)
 
     @property
     def tokens(self) -> int:
@@ -52,8 +63,7 @@ class Span:
             slots=self.slots[:, part],
             rotation=self.rotation[:, part],
             mask=self.mask[:, part],
-            keys=self.keys,
-            values=self.values,
+            seen=self.seen,
             contexts=self.contexts,
             decoding=self.decoding,
         )
