@@ -116,15 +116,13 @@ class Graphs:
         select: torch.Tensor | None,
     ) -> Buffers:
         """Make empty buffers for a padded shape: `rows` rows that attend to `seen` positions."""
-        cache = self._cache[:, :, :rows, :, :seen]
         padded = replace(
             span,
             batch=rows,
             slots=span.slots.new_zeros(rows, *span.slots.shape[1:]),
             rotation=span.rotation.new_ones(rows, *span.rotation.shape[1:]),
             mask=span.mask.new_zeros(rows, span.width, seen),
-            keys=cache[:, 0].unbind(0),
-            values=cache[:, 1].unbind(0),
+            seen=self._cache[:, :, :rows, :, :seen],
         )
         return Buffers(
             tokens=tokens.new_zeros(padded.tokens),

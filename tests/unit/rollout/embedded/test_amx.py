@@ -101,7 +101,7 @@ def test_keys_and_values_are_rotated_and_stored(partial):
 
 @with_amx
 @pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("width", [1, 2, 8, 37])
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_attention_equals_float32(size, width, group):
     """Rows of unlike lengths, with slots in the middle that are hidden, and NaN beyond what a row reads."""
@@ -282,7 +282,10 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, monkeypatch, name):
-    """Prefill, single tokens, several tokens, and a pass that joins rows of both kinds."""
+    """Prefill, single tokens, several tokens, and a pass that joins rows of both kinds.
+
+    With experts the median over tokens, because rounding can change the experts of one.
+    """
     sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 96, "dtype": torch.bfloat16}
     path = write_random_checkpoint(tmp_path, **{"head_dim": 32} | FAMILIES[name] | sizes)
     exact = _states(path, torch.float32)
@@ -290,7 +293,8 @@ def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, m
     monkeypatch.setattr(amx, "kernels", lambda: None)
     torchs = _states(path, torch.bfloat16)
     for own, other, true in zip(ours, torchs, exact, strict=True):
-        error, usual = ((states.float() - true).square().mean().sqrt() for states in (own, other))
+        error, usual = ((x.float() - true).square().mean(-1) for x in (own, other))
+        error, usual = ((x.median() if name == "experts" else x.mean()).sqrt() for x in (error, usual))
         assert error < 1.3 * usual + 1e-3
         assert error < 0.2 * true.square().mean().sqrt()
 
