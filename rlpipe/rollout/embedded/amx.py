@@ -1,9 +1,9 @@
 """The kernels of a decode step in bfloat16 on CPUs with AMX, compiled by the user's C compiler (`amx.c`).
 
 A decode step reads all weights for a few rows, so memory bounds it. With a released model of 135M parameters,
-oneDNN's products of 1 to 16 rows take about twice as long as reading the weights takes. These kernels take
-1.3 times as long, and do the operations between the products in one pass each. They also need no second,
-prepacked copy of a weight.
+oneDNN's products of 1 to 16 rows take about twice as long as reading the weights takes. These kernels run all
+layers of a pass in one call, which takes 1.2 times as long. They also need no second, prepacked copy of a
+weight.
 
 `kernels` compiles them once for each version of the source, in about a second, into the user's cache.
 Without AMX, Linux or a compiler there are none, and the model uses torch's operations.
