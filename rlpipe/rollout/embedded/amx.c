@@ -307,16 +307,21 @@ static void score(const bf16* keys, const bf16* values, const uint32_t* packed, 
 }
 
 // Replace scores[context, count] by e^(scale * score + mask - highest), for all queries at once, and set
-// inverse[count] to 1 / their sum. tokens: where the mask of each query's token begins.
+// inverse[count] to 1 / their sum. tokens: where the mask of each query's token begins; if mask is NULL, the last
+// key that the query sees.
 static void soften(float* scores, const float* mask, const int* tokens, float* inverse, long context, long count,
                    float scale) {
     __mmask16 used = (1u << count) - 1;
     __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-    __m512i begin = _mm512_loadu_si512(tokens);
-    int single = tokens[0] == tokens[count - 1];
+    __m512i token = _mm512_loadu_si512(tokens);
     for (long at = 0; at < context; at++) {
-        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * count);
-        __m512 hidden = single ? _mm512_set1_ps(mask[tokens[0] + at]) : _mm512_i32gather_ps(begin, mask + at, 4);
+        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * count), hidden;
+        if (mask) {
+            hidden = _mm512_i32gather_ps(token, mask + at, 4);
+        } else {
+            __mmask16 later = _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(at), token);
+            hidden = _mm512_maskz_mov_ps(later, _mm512_set1_ps(-INFINITY));
+        }
         value = _mm512_fmadd_ps(value, _mm512_set1_ps(scale), hidden);
         _mm512_mask_storeu_ps(scores + at * count, used, value);
         highest = _mm512_max_ps(highest, value);
@@ -361,13 +366,14 @@ static void average(const bf16* values, const float* scores, const float* invers
 //
 // query[rows * width, ...] with `stride` elements for each token; its heads come first. keys, values: the
 // first key and value head of each row are `cached` elements apart, heads `spaced` elements. mask: added to the
-// scaled scores of a token; rows are `covered` elements apart, tokens `apart`. contexts[rows]: the number of
-// keys to read, at most length. y[rows * width, kv_heads * group * size]. size: a multiple of 32, at most
-// MOST_CHANNELS.
+// scaled scores of a token; rows are `covered` elements apart, tokens `apart`. If it is NULL, a token sees the
+// keys up to positions[rows * width]. contexts[rows]: the number of keys to read, at most length. y[rows * width,
+// kv_heads * group * size]. size: a multiple of 32, at most MOST_CHANNELS.
 typedef struct {
-    const bf16 *query, *keys, *values;
+    const bf16* query;
+    bf16 *keys, *values;
     const float* mask;
-    const int64_t* contexts;
+    const int64_t *contexts, *positions;
     bf16* y;
     long rows, width, kv_heads, group, size, length, stride, cached, spaced, covered, apart;
     float scale;
@@ -389,14 +395,15 @@ static void attend_head(const Attention* a, long row, long head) {
         for (long i = 0; i < TILE; i++) {
             long which = start + (i < count ? i : count - 1), token = row * a->width + which / group;
             long at = (head * group + which % group) * size;
-            tokens[i] = which / group * a->apart;
+            tokens[i] = a->mask ? which / group * a->apart : a->positions[token];
             to[i] = a->y + token * a->kv_heads * group * size + at;
             for (long pair = 0; i < count && pair < size / 2; pair++)
                 memcpy(packed + pair * count + i, a->query + token * a->stride + at + 2 * pair, 4);
         }
 
         score(key, value, packed, scores, context, count, size);
-        soften(scores, a->mask + row * a->covered, tokens, inverse, context, count, a->scale);
+        const float* mask = a->mask ? a->mask + row * a->covered : NULL;
+        soften(scores, mask, tokens, inverse, context, count, a->scale);
         for (long first = 0; first < count; first += 4)
             for (long channel = 0; channel < size; channel += 32) {
                 bf16* part[4];
@@ -416,25 +423,30 @@ void attend(const Attention* attention) {
     }
 }
 
-// Norm and rotate the queries and keys of one row that belong to one key head, and store key and value; see
-// rotate_and_store. qkv, rotation and slots are those of the row's first token.
-static void place(const Layer* layer, bf16* qkv, const float* rotation, const int64_t* slots, bf16* cache,
-                  long width, long head) {
-    long size = layer->size, kv_heads = layer->kv_heads, group = layer->heads / kv_heads;
-    for (long token = 0; token < width; token++) {
-        bf16 *query = qkv + head * group * size, *key = qkv + (layer->heads + head) * size;
+// The tokens of one span in a pass: the slot in its row of each token's key, the cosines and sines of all
+// positions, see rotate_and_store, and the attention without query, y and the sizes that the layer has.
+typedef struct {
+    const int64_t* places;
+    const float* rotations;
+    Attention attention;
+} Pass;
+
+// Norm and rotate the queries and keys of one row that belong to one key head, and store key and value.
+static void place(const Layer* layer, bf16* qkv, const Pass* pass, long row, long head) {
+    const Attention* a = &pass->attention;
+    long size = layer->size, group = layer->heads / layer->kv_heads, at = row * a->cached + head * a->spaced;
+    for (long token = row * a->width; token < (row + 1) * a->width; token++) {
+        bf16* heads = qkv + token * (layer->heads + 2 * layer->kv_heads) * size;
+        bf16 *query = heads + head * group * size, *key = heads + (layer->heads + head) * size;
+        const float* rotation = pass->rotations + a->positions[token] * layer->rotary;
         for (long i = 0; i <= group; i++) {
             bf16* turned = i < group ? query + i * size : key;
             const bf16* norm = i < group ? layer->query_norm : layer->key_norm;
             if (norm) norm_row(turned, norm, turned, size, layer->eps);
             rotate(turned, rotation, layer->rotary);
         }
-        memcpy(cache + slots[head] * size, key, 2 * size);
-        memcpy(cache + slots[kv_heads + head] * size, key + kv_heads * size, 2 * size);
-
-        qkv += (layer->heads + 2 * kv_heads) * size;
-        rotation += layer->rotary;
-        slots += 2 * kv_heads;
+        memcpy(a->keys + at + pass->places[token] * size, key, 2 * size);
+        memcpy(a->values + at + pass->places[token] * size, key + layer->kv_heads * size, 2 * size);
     }
 }
 
@@ -495,15 +507,6 @@ static Space reserve(const Layer* layer, long tokens) {
     return space;
 }
 
-// The tokens of one span in a pass: their rotations and slots, see rotate_and_store, the cache of a layer, and
-// the attention without query, y and the sizes that the layer has.
-typedef struct {
-    const float* rotation;
-    const int64_t* slots;
-    bf16* cache;
-    Attention attention;
-} Pass;
-
 // Run a layer over x[tokens, hidden]; y may be x.
 static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pass, const Space* space,
                       Stream* stream) {
@@ -526,9 +529,7 @@ static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pa
 #pragma omp for collapse(2) schedule(dynamic)
     for (long row = 0; row < a.rows; row++)
         for (long head = 0; head < a.kv_heads; head++) {
-            long token = row * a.width;
-            place(layer, space->qkv + token * all, pass->rotation + token * layer->rotary,
-                  pass->slots + token * 2 * a.kv_heads, pass->cache, a.width, head);
+            place(layer, space->qkv, pass, row, head);
             attend_head(&a, row, head);
         }
     beside = arrange(space->attended, space->beside, tokens, of[OUTPUT].inputs, stream);
@@ -548,8 +549,8 @@ static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pa
 }
 
 // Run layers of the same sizes over x[tokens, hidden], the input of the first. As one call, because between the
-// kernels Python takes as long as the kernels do with a single token. first: the pass of the first layer; cache,
-// keys and values of the next are `following` elements behind.
+// kernels Python takes as long as the kernels do with a single token. first: the pass of the first layer; keys
+// and values of the next are `following` elements behind.
 void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const Pass* first, long following) {
     Space space = reserve(layers, first->attention.rows * first->attention.width);
     const Product** order = malloc(sizeof *order * PRODUCTS * count);
@@ -561,7 +562,6 @@ void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const P
         Pass pass = *first;
         for (long i = 0; i < count; i++) {
             run_layer(layers + i, i ? y : x, y, &pass, &space, &stream);
-            pass.cache += following;
             pass.attention.keys += following;
             pass.attention.values += following;
         }

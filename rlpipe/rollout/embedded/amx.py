@@ -80,7 +80,7 @@ class WholeDraft(ctypes.Structure):
 
 class _Attention(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("query", "keys", "values", "mask", "contexts", "y")),
+        *((name, _POINTER) for name in ("query", "keys", "values", "mask", "contexts", "positions", "y")),
         *((name, _LONG) for name in ("rows", "width", "kv_heads", "group", "size", "length", "stride")),
         *((name, _LONG) for name in ("cached", "spaced", "covered", "apart")),
         ("scale", _FLOAT),
@@ -89,7 +89,7 @@ class _Attention(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("rotation", "slots", "cache")),
+        *((name, _POINTER) for name in ("places", "rotations")),
         ("attention", _Attention),
     )
 
@@ -181,22 +181,15 @@ class Kernels:
         return y
 
     def run_layers(
-        self,
-        layers: ctypes.Array[WholeLayer],
-        x: torch.Tensor,
-        *,
-        span: Span,
-        first: int,
-        cache: torch.Tensor,
+        self, layers: ctypes.Array[WholeLayer], x: torch.Tensor, *, span: Span, rotations: torch.Tensor
     ) -> torch.Tensor:
-        """Run layers of the same sizes over the tokens x [N, H] of one span, and write their keys and values.
+        """Run a model's layers over the tokens x [N, H] of one span, and write their keys and values.
 
-        span: has `contexts`. first: index of the first layer. cache: [layers, slots, D], of all layers.
+        span: has `contexts`. rotations: [positions, R / 2] complex64, of all positions.
         """
-        y, tensors = torch.empty_like(x), _per_token(span)
-        place = _pass(span, first, cache, *tensors)
-        addresses = x.data_ptr(), y.data_ptr(), ctypes.byref(place)
-        self._library.run_layers(ctypes.byref(layers), len(layers), *addresses, cache.stride(0))
+        y, description = torch.empty_like(x), _Description(span, 0, rotations)
+        addresses = x.data_ptr(), y.data_ptr(), description.address
+        self._library.run_layers(ctypes.byref(layers), len(layers), *addresses, span.seen.stride(0))
         return y
 
     def run_draft(
@@ -208,17 +201,16 @@ class Kernels:
         embedding: torch.Tensor,
         span: Span,
         index: int,
-        cache: torch.Tensor,
+        rotations: torch.Tensor,
     ) -> torch.Tensor:
         """Run an MTP layer over the states x [N, H] and the tokens [N] after them: normed states [N, H].
 
-        embedding: [V, H]. index: index of the layer in the cache; see `run_layers`.
+        embedding: [V, H]. index: index of the layer in the cache. span, rotations: see `run_layers`.
         """
         x, tokens = x.contiguous(), tokens.contiguous()
-        y, tensors = torch.empty_like(x), _per_token(span)
-        place = _pass(span, index, cache, *tensors)
+        y, description = torch.empty_like(x), _Description(span, index, rotations)
         given = (tensor.data_ptr() for tensor in (x, tokens, embedding, y))
-        self._library.run_draft(ctypes.byref(draft), *given, ctypes.byref(place))
+        self._library.run_draft(ctypes.byref(draft), *given, description.address)
         return y
 
     def distributions(
@@ -285,35 +277,41 @@ class Kernels:
         return verdict
 
 
-def _per_token(span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rotations and slots as the kernels read them; they must live until the call has ended."""
-    return span.rotation.contiguous(), span.slots.contiguous()
+class _Description:
+    """A pass over a span as the kernels read it, and what must live meanwhile; arguments: see `run_draft`."""
 
-
-def _pass(span: Span, index: int, cache: torch.Tensor, rotation: torch.Tensor, slots: torch.Tensor) -> _Pass:
-    """Describe a pass over a span, which has `contexts`. index, cache: see `Kernels.run_layers`."""
-    assert span.contexts is not None
-    keys, values = span.seen[index]  # without the views of all other layers
-    attention = _attention(keys, values, span.mask, span.contexts, span.width)
-    return _Pass(rotation.data_ptr(), slots.data_ptr(), cache[index].data_ptr(), attention)
+    def __init__(self, span: Span, index: int, rotations: torch.Tensor) -> None:
+        assert span.contexts is not None
+        keys, values = span.seen[index]
+        mask = None if span.unseen is None else span.tables.mask
+        self._positions, self._places = span.positions.contiguous(), span.places.contiguous()
+        attention = _attention(keys, values, mask, span.contexts, span.width)
+        attention.positions = self._positions.data_ptr()
+        self._pass = _Pass(self._places.data_ptr(), rotations.data_ptr(), attention)
+        self.address = ctypes.byref(self._pass)
 
 
 def _attention(
-    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, contexts: torch.Tensor, width: int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    contexts: torch.Tensor,
+    width: int,
 ) -> _Attention:
     """Describe what `Kernels.attend` and `run_layers` read; width: tokens of each row."""
+    covered, apart = (0, 0) if mask is None else (mask.stride(0), mask.stride(1))
     return _Attention(
         keys=keys.data_ptr(),
         values=values.data_ptr(),
-        mask=mask.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
         contexts=contexts.data_ptr(),
         rows=len(keys),
         width=width,
         length=keys.shape[2],
         cached=keys.stride(0),
         spaced=keys.stride(1),
-        covered=mask.stride(0),
-        apart=mask.stride(1),
+        covered=covered,
+        apart=apart,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.rollout.embedded.span import Span
+from rlpipe.rollout.embedded.span import Span, Tables
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspaces
@@ -88,7 +88,7 @@ class Graphs:
 
         # Each padded shape of a pass has one set of buffers.
         select = None if selects is None else selects[0]
-        batch, context = span.batch, span.mask.shape[2]
+        batch, context = span.batch, span.seen.shape[-2]
         rows, seen = padded_rows(batch, self._rows), padded_context(context, self._slots)
         key = (name, rows, span.width, seen, select is None)
         buffers = self._known.get(key)
@@ -116,14 +116,13 @@ class Graphs:
         select: torch.Tensor | None,
     ) -> Buffers:
         """Make empty buffers for a padded shape: `rows` rows that attend to `seen` positions."""
-        padded = replace(
-            span,
-            batch=rows,
-            slots=span.slots.new_zeros(rows, *span.slots.shape[1:]),
-            rotation=span.rotation.new_ones(rows, *span.rotation.shape[1:]),
-            mask=span.mask.new_zeros(rows, span.width, seen),
-            seen=self._cache[:, :, :rows, :, :seen],
+        tables = Tables(
+            slots=span.tables.slots.new_zeros(rows, *span.tables.slots.shape[1:]),
+            rotation=span.tables.rotation.new_ones(rows, *span.tables.rotation.shape[1:]),
+            mask=span.tables.mask.new_zeros(rows, span.width, seen),
         )
+        view = self._cache[:, :, :rows, :, :seen]
+        padded = replace(span, batch=rows, seen=view, make=lambda _: tables)
         return Buffers(
             tokens=tokens.new_zeros(padded.tokens),
             span=padded,
@@ -188,16 +187,16 @@ def _fill(
     unread: torch.Tensor,
 ) -> None:
     """Copy a pass's inputs to buffers. Masks of padding rows show keys, so that results are finite."""
-    batch, context, to = span.batch, span.mask.shape[2], buffers.span
+    batch, context, to = span.batch, span.seen.shape[-2], buffers.span.tables
     buffers.tokens[: len(tokens)].copy_(tokens)
     if state is not None:
         buffers.state[: len(state)].copy_(state)
     if select is not None:
         buffers.select[:batch].copy_(select)
-    to.slots[:batch].copy_(span.slots)
+    to.slots[:batch].copy_(span.tables.slots)
     to.slots[batch:] = unread
-    to.rotation[:batch].copy_(span.rotation)
-    to.mask[:batch, :, :context].copy_(span.mask)
+    to.rotation[:batch].copy_(span.tables.rotation)
+    to.mask[:batch, :, :context].copy_(span.tables.mask)
     to.mask[:batch, :, context:] = float("-inf")
 
 

@@ -38,7 +38,7 @@ from rlpipe.rollout.embedded.huge_pages import HugePages
 from rlpipe.rollout.embedded.layer import Layer, make_layer
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.mtp import MtpLayer
-from rlpipe.rollout.embedded.span import Span, flat_index, join
+from rlpipe.rollout.embedded.span import Span, Tables, flat_index, join
 
 
 class DraftModel(Protocol):
@@ -123,7 +123,7 @@ class Model:
         self._kernels = amx.usable(device, dtype) if amx.fits(arch) else None
 
         # Where each key and value head of a row begins in the flat cache of a layer.
-        self.flat_cache = self.cache.view(layers, -1, head_dim)
+        self._flat = self.cache.view(layers, -1, head_dim)
         heads = torch.arange(sides * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
@@ -132,7 +132,7 @@ class Model:
 
         # In float32, like trainer and servers: exact angles would differ by 2e-3 after 32k tokens.
         angles = torch.arange(slots)[:, None] * torch.tensor(arch.rope.frequencies(arch.rotary_dim))
-        self._rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
+        self.rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
         self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # its rotations are scaled
@@ -202,33 +202,42 @@ class Model:
         `Span`.
         """
         batch, width = positions.shape
-        arch, few = self.arch, use_products(width, self.device)
+        few = use_products(width, self.device)
         products = few and self._kernels is None
         own = self._kernels is not None and (few or batch * width <= amx.MANY_ROWS)
 
         contexts, context = np.broadcast_to(context, batch), int(np.max(context))
-        slots = positions if slots is None else slots
-        if unseen is None:
-            unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
-
-        mask = torch.zeros(unseen.shape, device=self.device, dtype=torch.float32 if own else self.dtype)
-        mask.masked_fill_(unseen, float("-inf"))
         seen = self.cache[:, :, first : first + batch, :, :context]
-        if products:
-            mask = expand_mask(mask, arch.cached_heads, arch.heads // arch.cached_heads)
-            seen = seen.flatten(2, 3)
-
-        places = slots + self._row_offsets[first : first + batch]
         return Span(
             batch=batch,
             width=width,
+            first=first,
+            positions=positions,
+            places=positions if slots is None else slots,
+            unseen=unseen,
             pieces=pieces_of(contexts) if products else (),
-            slots=places.unsqueeze(-1) + self._head_offsets,
-            rotation=self._rotations[positions],
-            mask=mask,
-            seen=seen,
-            contexts=torch.tensor(contexts, dtype=torch.int64) if own else None,
+            seen=seen.flatten(2, 3) if products else seen,
+            make=self._tables,
+            contexts=torch.from_numpy(np.array(contexts, np.int64)) if own else None,
             decoding=decoding,
+        )
+
+    def _tables(self, span: Span) -> Tables:
+        """Compute slots, rotations and mask of a span."""
+        context, unseen = span.seen.shape[-2], span.unseen
+        if unseen is None:
+            unseen = self.slot_ids[:context] > span.positions.unsqueeze(-1)
+
+        dtype = self.dtype if span.contexts is None else torch.float32
+        mask = torch.zeros(unseen.shape, device=self.device, dtype=dtype).masked_fill_(unseen, float("-inf"))
+        if span.pieces:
+            mask = expand_mask(mask, self.arch.cached_heads, self.arch.heads // self.arch.cached_heads)
+
+        places = span.places + self._row_offsets[span.first : span.first + span.batch]
+        return Tables(
+            slots=places.unsqueeze(-1) + self._head_offsets,
+            rotation=self.rotations[span.positions],
+            mask=mask,
         )
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -263,7 +272,7 @@ class Model:
         """Return final-norm hidden states, and the outputs of the layers `kept`, in that order."""
         x, outputs = self.embedding.index_select(0, tokens), {}
         if self._whole is not None and not kept and (kernels := self.whole_kernels(x, spans)) is not None:
-            x = kernels.run_layers(self._whole, x, span=spans[0], first=0, cache=self.flat_cache)
+            x = kernels.run_layers(self._whole, x, span=spans[0], rotations=self.rotations)
             return self.norm(x, self.final_norm), []
 
         shared = join(spans)
@@ -345,8 +354,8 @@ class Model:
         arch, (slots, rotation) = self.arch, shared
         heads, kernels = arch.heads, self._kernels
         read = self.norm(x, layer.input_norm) if read is None else read
-        qkv = self._project(layer, read, rotation, slots, self.flat_cache[index])
-        masks = [span.mask for span in spans]
+        qkv = self._project(layer, read, rotation, slots, self._flat[index])
+        masks = [span.tables.mask for span in spans]
 
         # The keys of all tokens are in the cache now; continue only with the selected tokens.
         if selects is not None:

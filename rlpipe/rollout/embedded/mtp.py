@@ -60,8 +60,15 @@ class MtpLayer:
     ) -> torch.Tensor:
         """Compute the states of the next depth, [N, H] or [sum B, H]; for the arguments see `Model.draft`."""
         if self.whole is not None and (kernels := model.whole_kernels(hidden, spans)) is not None:
-            where = {"span": spans[0], "index": model.arch.layers + depth, "cache": model.flat_cache}
-            states = kernels.run_draft(self.whole, hidden, tokens, embedding=model.embedding, **where)
+            states = kernels.run_draft(
+                self.whole,
+                hidden,
+                tokens,
+                embedding=model.embedding,
+                span=spans[0],
+                index=model.arch.layers + depth,
+                rotations=model.rotations,
+            )
             return states if selects is None else states.index_select(0, flat_index(spans, selects))
 
         embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)

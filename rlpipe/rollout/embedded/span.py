@@ -6,8 +6,8 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,28 +15,51 @@ import torch
 from rlpipe.rollout.embedded.attention import Piece
 
 
+@dataclass(slots=True, kw_only=True)
+class Tables:
+    """What torch's operations read of a span.
+
+    slots: [B, q, keys and values], index in a layer's flat cache of each key and value head of a token.
+    rotation: [B, q, D/2] complex64. mask: 0 or -inf, [B, q, L]; with pieces, expanded by
+    `attention.expand_mask`.
+    """
+
+    slots: torch.Tensor
+    rotation: torch.Tensor
+    mask: torch.Tensor
+
+
 @dataclass(kw_only=True)
 class Span:
     """`batch` consecutive rows with `width` new tokens each; shared by all layers of a pass.
 
-    slots: [B, q, keys and values], index in a layer's flat cache of each key and value head of a token.
-    rotation: [B, q, D/2] complex64. seen: view of the slots to attend to, [layers, keys and values, B, heads,
-    L, D]; with latent attention, keys are also the values, and with pieces B and heads are one dimension.
-    mask: 0 or -inf, [B, q, L]; with pieces, expanded by `attention.expand_mask`. pieces: groups of rows that
-    attend together in two batched products; if empty, one kernel runs over all rows. contexts: [B] int64, how
-    many keys of each row the kernels of `amx` read; None if they are not used. decoding: whether the rows are
-    the first rows of the cache and have the few tokens of a decode step.
+    first: first row. positions: [B, q] int64, RoPE position of each token. places: [B, q] int64, slot in its
+    row of each token's key. unseen: [B, q, L] bool, the slots that a token must not attend to; None if it
+    sees all slots up to its position. seen: view of the slots to attend to, [layers, keys and values, B,
+    heads, L, D]; with latent attention, keys are also the values, and with pieces B and heads are one
+    dimension. pieces: groups of rows that attend together in two batched products; if empty, one kernel runs
+    over all rows. contexts: [B] int64, how many keys of each row the kernels of `amx` read; None if they are
+    not used. decoding: whether the rows are the first rows of the cache and have the few tokens of a decode
+    step. make: computes `tables` when they are first read, because a pass of `amx.Kernels` does not read
+    them.
     """
 
     batch: int
     width: int
+    first: int
+    positions: torch.Tensor
+    places: torch.Tensor
+    unseen: torch.Tensor | None
     pieces: tuple[Piece, ...]
-    slots: torch.Tensor
-    rotation: torch.Tensor
-    mask: torch.Tensor
     seen: torch.Tensor
+    make: Callable[[Span], Tables]
     contexts: torch.Tensor | None = None
     decoding: bool = False
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Slots, rotations and mask."""
+        return self.make(self)
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, ...]:
@@ -56,30 +79,27 @@ class Span:
     def columns(self, start: int, stop: int) -> Span:
         """Return the span of only the tokens start..stop - 1 of each row."""
         part = slice(start, stop)
-        return Span(
-            batch=self.batch,
+        return replace(
+            self,
             width=stop - start,
-            pieces=self.pieces,
-            slots=self.slots[:, part],
-            rotation=self.rotation[:, part],
-            mask=self.mask[:, part],
-            seen=self.seen,
-            contexts=self.contexts,
-            decoding=self.decoding,
+            positions=self.positions[:, part],
+            places=self.places[:, part],
+            unseen=None if self.unseen is None else self.unseen[:, part],
         )
 
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
         """Return the mask for one token per row; select: [B] int64."""
+        mask = self.tables.mask
         if self.pieces:
             # An expanded mask has one entry per row and key head.
-            select = select.repeat_interleave(len(self.mask) // self.batch)
-        return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
+            select = select.repeat_interleave(len(mask) // self.batch)
+        return mask[torch.arange(len(mask), device=select.device), select].unsqueeze(1)
 
 
 def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the flattened slots of a pass's keys and values, and rotations [N, 1, D/2] of its tokens."""
-    slots = [span.slots.flatten() for span in spans]
-    rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
+    slots = [span.tables.slots.flatten() for span in spans]
+    rotations = [span.tables.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
     return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))
 
 
