@@ -2,10 +2,10 @@
 //
 // A decode step reads every weight once for a few rows, so it cannot be faster than the memory. These kernels
 // read weights row by row, as a checkpoint stores them. Each thread fetches its weights some way ahead, beyond
-// the end of a product those of the next (Stream), so that the memory also works while the threads wait for
-// each other. Sums are in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the
-// same order for any number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py.
-// Functions that take a Stream are called by all threads of a parallel region.
+// the end of a product those of the next (Stream), so that no product begins by waiting for the memory. Sums are
+// in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the same order for any
+// number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py. Functions that take a
+// Stream are called by all threads of a parallel region.
 
 #include <immintrin.h>
 #include <math.h>
@@ -21,7 +21,7 @@ enum {
     STEP = 32,         // bfloat16 columns of a tile
     BLOCK = 32,        // outputs, and input rows, that are computed at once
     LINE = 64,         // bytes of a cache line
-    AHEAD = 64 << 10, // bytes of weights that a thread fetches ahead, a part of its L2 cache
+    AHEAD = 64 << 10,  // bytes of weights that a thread fetches ahead, a part of its L2 cache
     SERIAL = 8192,     // elements up to which a second thread does not pay
     GROUP = 1024       // tokens that are summed before the token is searched for; a multiple of 16
 };
@@ -43,10 +43,11 @@ typedef struct {
     float eps, scale;
 } Layer;
 
-// A thread, and what it fetches: its share of the weights of the products that follow, the first `left` of
-// `products`, which the threads compute in this order.
+// A thread, memory of its own, and what it fetches: its share of the weights of the products that follow, the
+// first `left` of `products`, which the threads compute in this order.
 typedef struct {
     long thread, threads;
+    void* own;
     const Product* const* products;
     long left;
     const char *at, *end;  // of the share that it fetches
@@ -114,21 +115,32 @@ static void fetch(Stream* stream) {
     stream->at += BLOCK * LINE;
 }
 
-static Stream start(const Product* const* products, long count) {
-    Stream stream = {omp_get_thread_num(), omp_get_num_threads(), products, count, NULL, NULL};
+static Stream start(const Product* const* products, long count, char* own, size_t bytes) {
+    long thread = omp_get_thread_num();
+    Stream stream = {thread, omp_get_num_threads(), own + thread * bytes, products, count, NULL, NULL};
     for (long i = 0; i < AHEAD / (BLOCK * LINE); i++) fetch(&stream);
     return stream;
 }
 
-// Memory of a thread that is kept for its next call, because the system would clear new memory each time.
-static void* own_memory(size_t bytes) {
-    static _Thread_local void* memory = NULL;
-    static _Thread_local size_t capacity = 0;
-    if (bytes > capacity) {
-        free(memory);
-        memory = malloc(capacity = bytes);
+// Memory that is kept for the calling thread's next call, because the system would clear new memory each time.
+// Not for the other threads of a region: the engine ends them whenever it has nothing to do.
+typedef struct {
+    void* memory;
+    size_t capacity;
+} Kept;
+
+static void* keep(Kept* kept, size_t bytes) {
+    if (bytes > kept->capacity) {
+        free(kept->memory);
+        kept->memory = malloc(kept->capacity = bytes);
     }
-    return memory;
+    return kept->memory;
+}
+
+// As many bytes for each thread of the next region.
+static char* keep_for_threads(size_t bytes) {
+    static _Thread_local Kept kept;
+    return keep(&kept, bytes * omp_get_max_threads());
 }
 
 // Arrange x[rows, inputs] for `multiply`: AMX takes pairs of columns as one number, and these with the rows
@@ -206,7 +218,7 @@ void linear(const bf16* weight, const bf16* bias, const bf16* x, bf16* y, void* 
     const Product* only = &product;
 #pragma omp parallel
     {
-        Stream stream = start(&only, 1);
+        Stream stream = start(&only, 1, NULL, 0);
         multiply(only, arrange(x, work, rows, inputs, &stream), NULL, y, rows, &stream);
         _tile_release();
     }
@@ -379,9 +391,14 @@ typedef struct {
     float scale;
 } Attention;
 
+// The bytes that attend_head needs, a multiple of a cache line.
+static size_t attention_bytes(const Attention* attention) {
+    return sizeof(float) * TILE * (attention->length + TILE);
+}
+
 // Compute the attention of one row's queries to one of its key heads.
-static void attend_head(const Attention* a, long row, long head) {
-    float *scores = own_memory(sizeof(float) * TILE * (a->length + TILE)), inverse[TILE];
+static void attend_head(const Attention* a, long row, long head, float* scores) {
+    float inverse[TILE];
     uint32_t packed[MOST_CHANNELS / 2 * TILE];
     int tokens[TILE];
     bf16* to[TILE];
@@ -414,11 +431,14 @@ static void attend_head(const Attention* a, long row, long head) {
 }
 
 void attend(const Attention* attention) {
+    size_t bytes = attention_bytes(attention);
+    char* own = keep_for_threads(bytes);
 #pragma omp parallel
     {
+        float* scores = (float*)(own + omp_get_thread_num() * bytes);
 #pragma omp for collapse(2) schedule(dynamic)
         for (long row = 0; row < attention->rows; row++)
-            for (long head = 0; head < attention->kv_heads; head++) attend_head(attention, row, head);
+            for (long head = 0; head < attention->kv_heads; head++) attend_head(attention, row, head, scores);
         _tile_release();
     }
 }
@@ -455,8 +475,8 @@ static void place(const Layer* layer, bf16* qkv, const Pass* pass, long row, lon
 static const bf16* normed(const bf16* x, const bf16* weight, bf16* space, long rows, long size, float eps,
                           const Stream* stream) {
     if (rows == 1) {
-        norm_row(x, weight, space = own_memory(2 * size), size, eps);
-        return space;
+        norm_row(x, weight, stream->own, size, eps);
+        return stream->own;
     }
     for (long row = stream->thread; row < rows; row += stream->threads)
         norm_row(x + row * size, weight, space + row * size, size, eps);
@@ -467,8 +487,8 @@ static const bf16* normed(const bf16* x, const bf16* weight, bf16* space, long r
 // Gate the rows of x[rows, 2 * size]; as `normed`.
 static const bf16* gated(const bf16* x, bf16* space, long rows, long size, const Stream* stream) {
     if (rows == 1) {
-        gate_row(x, space = own_memory(2 * size), size);
-        return space;
+        gate_row(x, stream->own, size);
+        return stream->own;
     }
     for (long row = stream->thread; row < rows; row += stream->threads)
         gate_row(x + 2 * row * size, space + row * size, size);
@@ -476,28 +496,27 @@ static const bf16* gated(const bf16* x, bf16* space, long rows, long size, const
     return space;
 }
 
-// Memory for what is computed within layers, for `tokens` tokens; `filled` and `beside` hold inputs of products.
+// Memory for what is computed within layers; `filled` and `beside` hold inputs of products. own: `bytes` for each
+// thread.
 typedef struct {
     bf16 *joined, *between, *qkv, *attended, *both, *filled;
     void* beside;
+    char* own;
+    size_t bytes;
 } Space;
 
-static Space reserve(const Layer* layer, long tokens) {
+static Space reserve(const Layer* layer, const Attention* attention) {
     const Product* of = layer->products;
+    long tokens = attention->rows * attention->width;
     long hidden = of[QKV].inputs, all = of[QKV].outputs, queries = of[OUTPUT].inputs, inner = of[DOWN].inputs;
     long widest = inner > 2 * hidden ? inner : 2 * hidden;
     if (queries > widest) widest = queries;
 
-    // Kept as by own_memory, which the threads use meanwhile.
-    static _Thread_local bf16* memory = NULL;
-    static _Thread_local long capacity = 0;
+    static _Thread_local Kept kept;
     long wanted = tokens * (2 * hidden + all + queries + 2 * inner + 2 * widest);
-    if (wanted > capacity) {
-        free(memory);
-        memory = malloc(sizeof(bf16) * (capacity = wanted));
-    }
-
-    Space space = {.joined = memory};
+    Space space = {.joined = keep(&kept, sizeof(bf16) * wanted), .bytes = attention_bytes(attention)};
+    if (space.bytes < sizeof(bf16) * widest) space.bytes = sizeof(bf16) * widest;
+    space.own = keep_for_threads(space.bytes);
     space.between = space.joined + tokens * hidden;
     space.qkv = space.between + tokens * hidden;
     space.attended = space.qkv + tokens * all;
@@ -530,7 +549,7 @@ static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pa
     for (long row = 0; row < a.rows; row++)
         for (long head = 0; head < a.kv_heads; head++) {
             place(layer, space->qkv, pass, row, head);
-            attend_head(&a, row, head);
+            attend_head(&a, row, head, stream->own);
         }
     beside = arrange(space->attended, space->beside, tokens, of[OUTPUT].inputs, stream);
     multiply(of + OUTPUT, beside, x, space->between, tokens, stream);
@@ -552,13 +571,13 @@ static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pa
 // kernels Python takes as long as the kernels do with a single token. first: the pass of the first layer; keys
 // and values of the next are `following` elements behind.
 void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const Pass* first, long following) {
-    Space space = reserve(layers, first->attention.rows * first->attention.width);
+    Space space = reserve(layers, &first->attention);
     const Product** order = malloc(sizeof *order * PRODUCTS * count);
     for (long i = 0; i < PRODUCTS * count; i++) order[i] = &layers[i / PRODUCTS].products[i % PRODUCTS];
 
 #pragma omp parallel
     {
-        Stream stream = start(order, PRODUCTS * count);
+        Stream stream = start(order, PRODUCTS * count, space.own, space.bytes);
         Pass pass = *first;
         for (long i = 0; i < count; i++) {
             run_layer(layers + i, i ? y : x, y, &pass, &space, &stream);
@@ -583,13 +602,13 @@ void run_draft(const Draft* draft, const bf16* x, const int64_t* tokens, const b
                const Pass* pass) {
     const Layer* layer = &draft->layer;
     long count = pass->attention.rows * pass->attention.width, hidden = layer->products[QKV].inputs;
-    Space space = reserve(layer, count);
+    Space space = reserve(layer, &pass->attention);
     const Product* order[PRODUCTS + 1] = {&draft->joined};
     for (long i = 0; i < PRODUCTS; i++) order[i + 1] = &layer->products[i];
 
 #pragma omp parallel
     {
-        Stream stream = start(order, PRODUCTS + 1);
+        Stream stream = start(order, PRODUCTS + 1, space.own, space.bytes);
         for (long row = stream.thread; row < count; row += stream.threads) {
             bf16* both = space.filled + row * 2 * hidden;
             norm_row(x + row * hidden, draft->hidden_norm, both, hidden, layer->eps);
@@ -673,21 +692,32 @@ static long draw(const float* weights, double uniform, double* until, long vocab
     return last;
 }
 
-// Sample a token from each row of weights[rows, vocab]; see draw.
-void sample(const float* weights, const double* uniforms, int64_t* tokens, long rows, long vocab) {
-#pragma omp parallel for schedule(static) if (rows > 1)
-    for (long row = 0; row < rows; row++)
-        tokens[row] = draw(weights + row * vocab, uniforms[row], own_memory(8 * (vocab / GROUP + 1)), vocab);
+// The elements that draw needs.
+static long groups(long vocab) { return (vocab + GROUP - 1) / GROUP; }
+
+// Sample a token from each row of weights[rows, vocab]; see draw. Returns the number of rows without a token.
+long sample(const float* weights, const double* uniforms, int64_t* tokens, long rows, long vocab) {
+    double* space = (double*)keep_for_threads(sizeof(double) * groups(vocab));
+    long failed = 0;
+#pragma omp parallel for schedule(static) reduction(+ : failed) if (rows > 1)
+    for (long row = 0; row < rows; row++) {
+        double* until = space + omp_get_thread_num() * groups(vocab);
+        tokens[row] = draw(weights + row * vocab, uniforms[row], until, vocab);
+        failed += tokens[row] < 0;
+    }
+    return failed;
 }
 
 // Verify a chain of drafts by rejection sampling; see spec/verify/chain.py. p[rows, drafts + 1, vocab]: target.
 // q[rows, drafts, size]: draft, over the tokens ids[size], or over all if ids is NULL. columns[rows, drafts]: the
-// drafts as indices of q. coins[rows, drafts], uniforms[rows]. Writes accepted[rows], next[rows] (-1 if p has a
-// NaN) and accept_prob[rows, drafts].
-void verify_chain(const float* p, const float* q, const int64_t* ids, const int64_t* columns, const double* coins,
+// drafts as indices of q. coins[rows, drafts], uniforms[rows]. Writes accepted[rows], next[rows] and
+// accept_prob[rows, drafts]. Returns the number of rows without a token, because p has a NaN.
+long verify_chain(const float* p, const float* q, const int64_t* ids, const int64_t* columns, const double* coins,
                   const double* uniforms, int64_t* accepted, int64_t* next, float* accept_prob, long rows,
                   long drafts, long vocab, long size) {
-#pragma omp parallel for schedule(static) if (rows > 1)
+    long space = groups(vocab) + vocab / 2, failed = 0;
+    double* own = (double*)keep_for_threads(sizeof(double) * space);
+#pragma omp parallel for schedule(static) reduction(+ : failed) if (rows > 1)
     for (long row = 0; row < rows; row++) {
         const float *target = p + row * (drafts + 1) * vocab, *draft = q + row * drafts * size;
         long count = 0, rejected = 0;
@@ -703,8 +733,8 @@ void verify_chain(const float* p, const float* q, const int64_t* ids, const int6
         target += count * vocab;
         draft += count * size;
 
-        double* until = own_memory(8 * (vocab / GROUP + 1) + 4 * vocab);
-        float* residual = (float*)(until + vocab / GROUP + 1);
+        double* until = own + omp_get_thread_num() * space;
+        float* residual = (float*)(until + groups(vocab));
         long token = -1;
         if (rejected) {
             // max(p - q, 0), in which a NaN stays one.
@@ -717,5 +747,7 @@ void verify_chain(const float* p, const float* q, const int64_t* ids, const int6
             token = draw(residual, uniforms[row], until, vocab);
         }
         next[row] = token < 0 ? draw(target, uniforms[row], until, vocab) : token;
+        failed += next[row] < 0;
     }
+    return failed;
 }

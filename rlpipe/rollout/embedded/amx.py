@@ -50,6 +50,7 @@ _SIGNATURES = {
     "sample": [_POINTER] * 3 + [_LONG] * 2,
     "verify_chain": [_POINTER] * 9 + [_LONG] * 4,
 }
+_COUNTING = ("sample", "verify_chain")  # they return how many rows failed
 
 
 class Product(ctypes.Structure):
@@ -100,7 +101,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _LONG if name in _COUNTING else None
         self._library = library
 
     @staticmethod
@@ -237,12 +238,12 @@ class Kernels:
     def sample(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         """Sample from weights [N, V] float32, V a multiple of 16, as `spec.sampling.sample_cdf` does.
 
-        uniforms: [N] float64. Returns [N] int64, -1 for weights without mass or with a NaN.
+        uniforms: [N] float64. Returns [N] int64. Raises RuntimeError for weights without mass or with a NaN.
         """
         weights, uniforms = weights.contiguous(), uniforms.contiguous()
         tokens = torch.empty(len(weights), dtype=torch.int64)
         pointers = (weights.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
-        self._library.sample(*pointers, *weights.shape)
+        _require_tokens(self._library.sample(*pointers, *weights.shape))
         return tokens
 
     def verify_chain(
@@ -259,6 +260,7 @@ class Kernels:
 
         columns: [B, gamma] int64, the drafts as indices of draft_probs [B, gamma, D] float32. target_probs:
         [B, gamma + 1, V] float32. ids: [D] int64, the tokens that the draft can propose, or None for all.
+        Raises RuntimeError if a row of target_probs that decides has a NaN.
         """
         batch, gamma, vocab = len(columns), columns.shape[1], target_probs.shape[-1]
         given = target_probs, draft_probs, columns, accept_uniforms, residual_uniforms
@@ -268,13 +270,22 @@ class Kernels:
             next_token=torch.empty(batch, dtype=torch.int64),
             accept_prob=torch.empty(batch, gamma),
         )
-        self._library.verify_chain(
+        failed = self._library.verify_chain(
             *(p.data_ptr(), q.data_ptr(), None if ids is None else ids.data_ptr()),
             *(columns.data_ptr(), coins.data_ptr(), uniforms.data_ptr()),
             *(verdict.num_accepted.data_ptr(), verdict.next_token.data_ptr(), verdict.accept_prob.data_ptr()),
             *(batch, gamma, vocab, q.shape[-1]),
         )
+        _require_tokens(failed)
         return verdict
+
+
+def _require_tokens(failed: int) -> None:
+    """Raise RuntimeError if rows failed, as a token out of range would be read as an address."""
+    if failed:
+        raise RuntimeError(
+            f"{failed} distributions have no mass or a NaN: the model's logits are not finite."
+        )
 
 
 class _Description:
