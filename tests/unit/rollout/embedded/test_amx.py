@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +39,16 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor) -> None:
     """Allow the error of one rounding, and the float32 error of a sum."""
     assert ours.dtype == torch.bfloat16
@@ -48,9 +60,7 @@ def _assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (50, 64), (96, 576), (71, 1536)])
 def test_products_equal_float32(outputs, inputs, threads):
     weight, bias = HugePages().copy(_random(outputs, inputs)), _random(outputs, seed=1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with _threads(threads):
         for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50, amx.MANY_ROWS):
             x = _random(rows, inputs, seed=rows)
             for added in (None, bias):
@@ -58,8 +68,6 @@ def test_products_equal_float32(outputs, inputs, threads):
                 _assert_rounded_once(
                     ours, F.linear(x.float(), weight.float(), added if added is None else added.float())
                 )
-    finally:
-        torch.set_num_threads(before)
 
 
 @with_amx
@@ -404,5 +412,6 @@ def test_threads_that_end_leave_no_memory_behind():
             release_threads()
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    before = resident_after(20)
-    assert resident_after(100) - before < 8 << 20  # where each time one thread left its scores: 26 MB
+    with _threads(2):
+        before = resident_after(20)
+        assert resident_after(100) - before < 8 << 20  # where each time one thread left its scores: 26 MB
