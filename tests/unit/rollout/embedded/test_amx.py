@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlpipe.config.draft_vocab import write_table
 from rlpipe.config.openmp import release_threads
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights
@@ -24,6 +25,8 @@ from rlpipe.rollout.embedded.huge_pages import HugePages
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import sample_cdf
 from rlpipe.spec.verify import verify_chain
+from tests.helpers.driven_engine import driven_engine
+from tests.helpers.engines import request
 from tests.helpers.kernel_cases import random_case
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.verification_law import PremiseBroken, Process, emitted_law
@@ -341,6 +344,26 @@ def test_verifying_several_tokens_computes_the_bits_of_one_after_the_other(tmp_p
             start += width
         states.append(torch.cat(parts, 1))
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+
+
+@with_amx
+@pytest.mark.parametrize("reduced", [False, True])
+def test_greedy_turns_with_drafts_are_those_without_to_the_last_bit(tmp_path, reduced):
+    """reduced: the draft can propose a third of the tokens."""
+    sizes = {"hidden": 128, "head_dim": 32, "layers": 3, "dtype": torch.bfloat16}
+    path, table = write_random_checkpoint(tmp_path / "model", **sizes), tmp_path / "table.json"
+    write_table(table, list(range(0, 64, 3)))
+    prompts, turns = [[5, 9, 33, 2, 17], [60, 3, 3, 41, 8, 11, 29, 7], [12, 50]], []
+    for mode in ("none", "rejection"):
+        drafts = {"draft_vocab": table} if reduced and mode != "none" else {}
+        with driven_engine(path, mode, dtype="bfloat16", **drafts) as driven:
+            asked = [request(i, p, max_new_tokens=60, temperature=0.0) for i, p in enumerate(prompts)]
+            turns.append(driven.generate(*asked))  # which joins them in one step
+    assert any(sum(turn.spec.accepted) for turn in turns[1])
+    for plain, drafted in zip(*turns, strict=True):
+        assert plain.output_ids.tolist() == drafted.output_ids.tolist()
+        assert plain.logprobs.tobytes() == drafted.logprobs.tobytes()
+        assert plain.entropies.tobytes() == drafted.entropies.tobytes()
 
 
 def _states(path, dtype: torch.dtype) -> list[torch.Tensor]:
