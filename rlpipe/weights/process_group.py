@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any
 
@@ -55,6 +55,7 @@ class Group:
             host=host, port=self._store.port, name=name, size=1 + ranks, backend=backend
         )
         self._group: dist.ProcessGroup | None = None
+        self._joining: Future[None] | None = None
         self._left = False
 
     @property
@@ -64,7 +65,8 @@ class Group:
 
     def join(self) -> Future[None]:
         """Start to join; the future is done when all ranks have joined."""
-        return _on_thread(self._join)
+        self._joining = _on_thread(self._join)
+        return self._joining
 
     def broadcast(self, flat: torch.Tensor) -> Future[None]:
         """Start to send; the future waits for the device, and is done when every rank has the bytes."""
@@ -73,6 +75,12 @@ class Group:
     def leave(self) -> Future[None]:
         """Abort running calls and leave the group. A server leaves on request, or when its process ends."""
         self._left = True
+
+        # A rank that never joins keeps the joining thread for the group's whole timeout.
+        if self._joining is not None:
+            with contextlib.suppress(InvalidStateError):  # it has joined
+                self._joining.set_exception(RuntimeError("it was left"))
+
         group, self._group = self._group, None
         return _on_thread(_end, group)
 
@@ -125,7 +133,6 @@ class Root:
         self._group = Group(host, ranks=ranks, timeout=timeout, backend=backend, stream=self._stream)
         self.rendezvous = self._group.rendezvous
         self._joined = self._left = False
-        self._closed: Future[None] = Future()  # done when the group is left; `send` stops waiting then
 
     @property
     def left(self) -> bool:
@@ -155,10 +162,7 @@ class Root:
             raise GroupBroken(f"the group of {self.rendezvous.size} ranks broke off: {reason}") from error
 
     def _wait(self, call: Future[None], until: float) -> None:
-        wait({call, self._closed}, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
-        if not call.done() and self._closed.done():
-            raise RuntimeError("it was left")
-        call.result(0)
+        call.result(max(0.0, until - time.monotonic()))
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of a bucket, [n] uint8, in the memory that the backend sends from."""
@@ -171,7 +175,6 @@ class Root:
         if not self._left:
             self._left = True
             with contextlib.suppress(Exception):
-                self._closed.set_result(None)
                 self._group.leave().result(_ABORT_SECONDS)
 
 
@@ -194,13 +197,15 @@ def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
     future: Future[None] = Future()
 
     def run() -> None:
-        try:
-            function(*args)
-        except BaseException as error:
-            # Drop the traceback, whose frames would keep the group in memory.
-            future.set_exception(error.with_traceback(None))
-        else:
-            future.set_result(None)
+        # Who waits may have been told that the group was left.
+        with contextlib.suppress(InvalidStateError):
+            try:
+                function(*args)
+            except BaseException as error:
+                # Drop the traceback, whose frames would keep the group in memory.
+                future.set_exception(error.with_traceback(None))
+            else:
+                future.set_result(None)
 
     threading.Thread(target=run, name="rlpipe-broadcast", daemon=True).start()
     return future
