@@ -202,8 +202,8 @@ static void multiply(const Product* product, const void* beside, const bf16* res
                 if (tile == 1) _tile_stored(1, sums, 4 * TILE);
                 if (tile == 2) _tile_stored(2, sums, 4 * TILE);
                 if (tile == 3) _tile_stored(3, sums, 4 * TILE);
-                long lower = tile / 2 * TILE, from = (row + tile % 2 * TILE) * outputs + output + lower;
-                write(sums, bias ? bias + lower : NULL, residual ? residual + from : NULL, y + from,
+                long column = tile / 2 * TILE, from = (row + tile % 2 * TILE) * outputs + output + column;
+                write(sums, bias ? bias + column : NULL, residual ? residual + from : NULL, y + from,
                       tile % 2 ? second : first, outputs);
             }
         }

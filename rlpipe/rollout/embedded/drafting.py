@@ -214,10 +214,10 @@ class ChainDrafting(_RowDrafting):
             return verify_target_only(drafts, None, choices, *uniforms, backend=self._backend)
 
         assert q is not None
-        if self._mode is SpecMode.REJECTION:
-            ids, sampler = self._model.draft_ids, self._table.sampler
-            if verdict := sampler.verify_chain(drafted.columns, q, choices, *uniforms, ids=ids):
-                return verdict
+        kernels = self._table.sampler.kernels_for(choices)
+        if self._mode is SpecMode.REJECTION and kernels is not None:
+            return kernels.verify_chain(drafted.columns, q, choices, *uniforms, ids=self._model.draft_ids)
+
         rule = verify_block if self._mode is SpecMode.BLOCK else verify_chain
         return rule(drafts, self._over_vocabulary(q), choices, *uniforms, backend=self._backend)
 

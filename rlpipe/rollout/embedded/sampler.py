@@ -11,7 +11,6 @@ import torch
 
 from rlpipe.rollout.embedded import amx
 from rlpipe.spec.sampling import log_probs, sample_cdf, softmax
-from rlpipe.spec.verify import Verdict
 
 _LANES = 16  # the kernels need a multiple of it as vocabulary
 
@@ -40,7 +39,7 @@ class Sampler:
 
     def distributions(self, logits: torch.Tensor, temperature: torch.Tensor | None) -> Distributions:
         """Compute the distributions of logits [N, V]; temperature: [N], or None for 1."""
-        if (kernels := self._kernels_for(logits)) is not None:
+        if (kernels := self.kernels_for(logits)) is not None:
             return Distributions(*kernels.distributions(logits, temperature))
         log_p = log_probs(logits, temperature)
         probs = log_p.exp()
@@ -48,29 +47,14 @@ class Sampler:
 
     def softmax(self, logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
         """Compute probabilities from logits [N, ..., V] in float32; temperature: [N], or None for 1."""
-        kernels = self._kernels_for(logits) if logits.dim() == 2 else None
+        kernels = self.kernels_for(logits) if logits.dim() == 2 else None
         return softmax(logits, temperature) if kernels is None else kernels.softmax(logits, temperature)
 
     def sample(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         """Sample from unnormalised weights; see `sample_cdf`."""
-        kernels = self._kernels_for(weights)
+        kernels = self.kernels_for(weights)
         return sample_cdf(weights, uniforms) if kernels is None else kernels.sample(weights, uniforms)
 
-    def verify_chain(
-        self,
-        columns: torch.Tensor,
-        draft_probs: torch.Tensor,
-        target_probs: torch.Tensor,
-        accept_uniforms: torch.Tensor,
-        residual_uniforms: torch.Tensor,
-        *,
-        ids: torch.Tensor | None,
-    ) -> Verdict | None:
-        """Verify drafts by `amx.Kernels.verify_chain`; None if the kernels cannot."""
-        if (kernels := self._kernels_for(target_probs)) is None:
-            return None
-        uniforms = accept_uniforms, residual_uniforms
-        return kernels.verify_chain(columns, draft_probs, target_probs, *uniforms, ids=ids)
-
-    def _kernels_for(self, rows: torch.Tensor) -> amx.Kernels | None:
+    def kernels_for(self, rows: torch.Tensor) -> amx.Kernels | None:
+        """Return the kernels if they can read rows over this vocabulary, [..., V]."""
         return None if rows.shape[-1] % _LANES else self._kernels
