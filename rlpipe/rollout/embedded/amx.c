@@ -1,11 +1,11 @@
 // The kernels of amx.py: a decode step in bfloat16 on CPUs with AMX.
 //
 // A decode step reads every weight once for a few rows, so it cannot be faster than the memory. These kernels
-// read weights row by row, as a checkpoint stores them. Each thread fetches its weights some way ahead, beyond
-// the end of a product those of the next (Stream), so that no product begins by waiting for the memory. Sums are
-// in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the same order for any
-// number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py. Functions that take a
-// Stream are called by all threads of a parallel region.
+// read weights row by row, as a checkpoint stores them. Each thread fetches ahead what it reads next, beyond the
+// end of a product the keys and values or the next weights (Stream), so that nothing begins by waiting for the
+// memory. Sums are in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the same
+// order for any number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py. Functions
+// that take a Stream are called by all threads of a parallel region.
 
 #include <immintrin.h>
 #include <math.h>
@@ -21,8 +21,9 @@ enum {
     STEP = 32,         // bfloat16 columns of a tile
     BLOCK = 32,        // outputs, and input rows, that are computed at once
     LINE = 64,         // bytes of a cache line
-    AHEAD = 64 << 10,  // bytes of weights that a thread fetches ahead, a part of its L2 cache
+    AHEAD = 64 << 10,  // bytes that a thread fetches ahead, a part of its L2 cache
     SERIAL = 8192,     // elements up to which a second thread does not pay
+    FEW = 4,           // rows of a product that each thread prepares for itself
     GROUP = 1024       // tokens that are summed before the token is searched for; a multiple of 16
 };
 
@@ -43,14 +44,38 @@ typedef struct {
     float eps, scale;
 } Layer;
 
-// A thread, memory of its own, and what it fetches: its share of the weights of the products that follow, the
-// first `left` of `products`, which the threads compute in this order.
+// Attention of a few queries of each row over the row's keys, with grouped heads.
+//
+// query[rows * width, ...] with `stride` elements for each token; its heads come first. keys, values: the
+// first key and value head of each row are `cached` elements apart, heads `spaced` elements. mask: added to the
+// scaled scores of a token; rows are `covered` elements apart, tokens `apart`. If it is NULL, a token sees the
+// keys up to positions[rows * width]. contexts[rows]: the number of keys to read, at most length. y[rows * width,
+// kv_heads * group * size]. size: a multiple of 32, at most MOST_CHANNELS.
+typedef struct {
+    const bf16* query;
+    bf16 *keys, *values;
+    const float* mask;
+    const int64_t *contexts, *positions;
+    bf16* y;
+    long rows, width, kv_heads, group, size, length, stride, cached, spaced, covered, apart;
+    float scale;
+} Attention;
+
+// What threads read in turn: a product's weights, or, if product is NULL, the keys and values of an attention,
+// which begin `shift` elements behind its own.
+typedef struct {
+    const Product* product;
+    const Attention* attention;
+    long shift;
+} Source;
+
+// A thread, memory of its own, and what it fetches: its share of the `left` sources that follow.
 typedef struct {
     long thread, threads;
     void* own;
-    const Product* const* products;
-    long left;
-    const char *at, *end;  // of the share that it fetches
+    const Source* sources;
+    long left, part;       // part: of a source's keys and values, the one to fetch next
+    const char *at, *end;  // of what it fetches
 } Stream;
 
 // Tiles 0 to 3 hold the sums of two tiles of outputs by two of input rows; 4 and 5 hold weights; 6 and 7
@@ -95,29 +120,61 @@ static long first_block(const Product* product, long thread, long threads) {
     return (product->outputs + BLOCK - 1) / BLOCK * thread / threads;
 }
 
-// Fetch the next lines, one for each output of a block.
-static void fetch(Stream* stream) {
-    while (stream->at >= stream->end) {
-        if (!stream->left) return;
-        const Product* product = *stream->products;
-        const char* ends[2];
+// The first of the heads of keys, counted over all rows, whose attention a thread computes: an equal share of
+// the keys.
+static long first_head(const Attention* attention, long thread, long threads) {
+    long keys = 0, head = 0;
+    for (long row = 0; row < attention->rows; row++) keys += attention->contexts[row];
+    long before = keys * attention->kv_heads * thread / threads;
+    for (long row = 0; row < attention->rows; row++)
+        for (long i = 0; i < attention->kv_heads; i++, head++)
+            if ((before -= attention->contexts[row]) < 0) return head;
+    return head;
+}
+
+// Go on to the next part of a source, or to the next source; returns 0 if there is none.
+static int go_on(Stream* stream) {
+    if (!stream->left) return 0;
+    const Source* source = stream->sources;
+    const Attention* a = source->attention;
+    if (source->product) {
+        const Product* product = source->product;
+        const bf16* ends[2];
         for (long i = 0; i < 2; i++) {
             long output = BLOCK * first_block(product, stream->thread + i, stream->threads);
             if (output > product->outputs) output = product->outputs;
-            ends[i] = (const char*)(product->weight + output * product->inputs);
+            ends[i] = product->weight + output * product->inputs;
         }
-        stream->at = ends[0];
-        stream->end = ends[1];
-        stream->products++;
-        stream->left--;
+        stream->at = (const char*)ends[0];
+        stream->end = (const char*)ends[1];
+    } else if (stream->part < 2 * first_head(a, stream->thread + 1, stream->threads)) {
+        long first = 2 * first_head(a, stream->thread, stream->threads);
+        if (stream->part < first) stream->part = first;
+        long row = stream->part / 2 / a->kv_heads, head = stream->part / 2 % a->kv_heads;
+        const bf16* from = stream->part % 2 ? a->values : a->keys;
+        from += source->shift + row * a->cached + head * a->spaced;
+        stream->at = (const char*)from;
+        stream->end = (const char*)(from + a->contexts[row] * a->size);
+        stream->part++;
+        return 1;
     }
+    stream->part = 0;
+    stream->sources++;
+    stream->left--;
+    return 1;
+}
+
+// Fetch the next lines.
+static void fetch(Stream* stream) {
+    while (stream->at >= stream->end)
+        if (!go_on(stream)) return;
     for (long i = 0; i < BLOCK; i++) _mm_prefetch(stream->at + i * LINE, _MM_HINT_T1);
     stream->at += BLOCK * LINE;
 }
 
-static Stream start(const Product* const* products, long count, char* own, size_t bytes) {
+static Stream start(const Source* sources, long count, char* own, size_t bytes) {
     long thread = omp_get_thread_num();
-    Stream stream = {thread, omp_get_num_threads(), own + thread * bytes, products, count, NULL, NULL};
+    Stream stream = {thread, omp_get_num_threads(), own + thread * bytes, sources, count, 0, NULL, NULL};
     for (long i = 0; i < AHEAD / (BLOCK * LINE); i++) fetch(&stream);
     return stream;
 }
@@ -144,15 +201,23 @@ static char* keep_for_threads(size_t bytes) {
 }
 
 // Arrange x[rows, inputs] for `multiply`: AMX takes pairs of columns as one number, and these with the rows
-// beside each other. beside: space for the result, unused for one row, which is already in this order.
-static const void* arrange(const bf16* x, uint32_t* beside, long rows, long inputs, const Stream* stream) {
+// beside each other. A single row is in this order already. own: space for the result of this thread alone, or
+// NULL if the threads share the work; then the result is in `shared`.
+static const void* arrange(const bf16* x, void* own, void* shared, long rows, long inputs, const Stream* stream) {
     if (rows == 1) return x;
-    long pairs = inputs / 2, end = pairs * (stream->thread + 1) / stream->threads;
-    for (long pair = pairs * stream->thread / stream->threads; pair < end; pair++)
-        for (long row = 0; row < rows; row++)
-            memcpy(beside + pair * rows + row, x + row * inputs + 2 * pair, 4);
+    long pairs = inputs / 2, first = 0, end = pairs;
+    if (!own) {
+        first = pairs * stream->thread / stream->threads;
+        end = pairs * (stream->thread + 1) / stream->threads;
+    }
+    uint32_t* to = own ? own : shared;
+    for (long row = 0; row < rows; row++)
+        for (long pair = first; pair < end; pair++)
+            memcpy(to + pair * rows + row, x + row * inputs + 2 * pair, 4);
+    if (!own) {
 #pragma omp barrier
-    return beside;
+    }
+    return to;
 }
 
 // y[rows, outputs] = x[rows, inputs] weight^T + bias + residual[rows, outputs], the last unless NULL. beside: x
@@ -215,11 +280,11 @@ static void multiply(const Product* product, const void* beside, const bf16* res
 void linear(const bf16* weight, const bf16* bias, const bf16* x, bf16* y, void* work, long rows, long outputs,
             long inputs) {
     Product product = {weight, bias, outputs, inputs};
-    const Product* only = &product;
+    Source source = {&product, NULL, 0};
 #pragma omp parallel
     {
-        Stream stream = start(&only, 1, NULL, 0);
-        multiply(only, arrange(x, work, rows, inputs, &stream), NULL, y, rows, &stream);
+        Stream stream = start(&source, 1, NULL, 0);
+        multiply(&product, arrange(x, NULL, work, rows, inputs, &stream), NULL, y, rows, &stream);
         _tile_release();
     }
 }
@@ -291,16 +356,15 @@ void rotate_and_store(bf16* qkv, const float* rotation, const int64_t* slots, bf
     }
 }
 
-// scores[context, count] = keys[context, size] packed^T, with the queries in pairs of channels beside each other;
-// see linear. Meanwhile fetches the values, which are needed after the softmax.
-static void score(const bf16* keys, const bf16* values, const uint32_t* packed, float* scores, long context,
-                  long count, long size) {
+// scores[context, count of TILE] = keys[context, size] packed^T, with the queries in pairs of channels beside each
+// other; see arrange. stream: from which to fetch as many bytes as attention reads, or NULL.
+static void score(const bf16* keys, const uint32_t* packed, float* scores, long context, long count, long size,
+                  Stream* stream) {
     bf16 rest[TILE * MOST_CHANNELS];
     configure(count, count);
     for (long at = 0; at < context; at += TILE) {
         const bf16* tile = keys + at * size;
-        for (long i = 0; i < TILE * size; i += STEP)
-            _mm_prefetch((const char*)(values + at * size + i), _MM_HINT_T1);
+        for (long i = 0; stream && i < 4 * TILE * size; i += BLOCK * LINE) fetch(stream);
 
         // The last tile reads a copy, because the keys of others may follow, or the end of the cache.
         if (context - at < TILE) {
@@ -314,11 +378,11 @@ static void score(const bf16* keys, const bf16* values, const uint32_t* packed, 
             _tile_loadd(6, packed + i / 2 * count, 4 * count);
             _tile_dpbf16ps(0, 4, 6);
         }
-        _tile_stored(0, scores + at * count, 4 * count);
+        _tile_stored(0, scores + at * TILE, 4 * TILE);
     }
 }
 
-// Replace scores[context, count] by e^(scale * score + mask - highest), for all queries at once, and set
+// Replace scores[context, count of TILE] by e^(scale * score + mask - highest), for all queries at once, and set
 // inverse[count] to 1 / their sum. tokens: where the mask of each query's token begins; if mask is NULL, the last
 // key that the query sees.
 static void soften(float* scores, const float* mask, const int* tokens, float* inverse, long context, long count,
@@ -327,7 +391,7 @@ static void soften(float* scores, const float* mask, const int* tokens, float* i
     __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
     __m512i token = _mm512_loadu_si512(tokens);
     for (long at = 0; at < context; at++) {
-        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * count), hidden;
+        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * TILE), hidden;
         if (mask) {
             hidden = _mm512_i32gather_ps(token, mask + at, 4);
         } else {
@@ -335,14 +399,14 @@ static void soften(float* scores, const float* mask, const int* tokens, float* i
             hidden = _mm512_maskz_mov_ps(later, _mm512_set1_ps(-INFINITY));
         }
         value = _mm512_fmadd_ps(value, _mm512_set1_ps(scale), hidden);
-        _mm512_mask_storeu_ps(scores + at * count, used, value);
+        _mm512_mask_storeu_ps(scores + at * TILE, used, value);
         highest = _mm512_max_ps(highest, value);
     }
 
     for (long at = 0; at < context; at++) {
-        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * count);
+        __m512 value = _mm512_maskz_loadu_ps(used, scores + at * TILE);
         value = exponential(_mm512_sub_ps(value, highest));
-        _mm512_mask_storeu_ps(scores + at * count, used, value);
+        _mm512_mask_storeu_ps(scores + at * TILE, used, value);
         total = _mm512_add_ps(total, value);
     }
     _mm512_storeu_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1), total));
@@ -362,7 +426,7 @@ static void average(const bf16* values, const float* scores, const float* invers
     for (long at = 0; at < context; at++) {
         __m512 near = widen(values + at * size), far = widen(values + at * size + 16);
         for (int i = 0; i < 4; i++) {
-            __m512 weight = _mm512_set1_ps(scores[at * count + queries[i]]);
+            __m512 weight = _mm512_set1_ps(scores[at * TILE + queries[i]]);
             sums[i][0] = _mm512_fmadd_ps(weight, near, sums[i][0]);
             sums[i][1] = _mm512_fmadd_ps(weight, far, sums[i][1]);
         }
@@ -374,30 +438,13 @@ static void average(const bf16* values, const float* scores, const float* invers
     }
 }
 
-// Attention of a few queries of each row over the row's keys, with grouped heads.
-//
-// query[rows * width, ...] with `stride` elements for each token; its heads come first. keys, values: the
-// first key and value head of each row are `cached` elements apart, heads `spaced` elements. mask: added to the
-// scaled scores of a token; rows are `covered` elements apart, tokens `apart`. If it is NULL, a token sees the
-// keys up to positions[rows * width]. contexts[rows]: the number of keys to read, at most length. y[rows * width,
-// kv_heads * group * size]. size: a multiple of 32, at most MOST_CHANNELS.
-typedef struct {
-    const bf16* query;
-    bf16 *keys, *values;
-    const float* mask;
-    const int64_t *contexts, *positions;
-    bf16* y;
-    long rows, width, kv_heads, group, size, length, stride, cached, spaced, covered, apart;
-    float scale;
-} Attention;
-
 // The bytes that attend_head needs, a multiple of a cache line.
 static size_t attention_bytes(const Attention* attention) {
     return sizeof(float) * TILE * (attention->length + TILE);
 }
 
 // Compute the attention of one row's queries to one of its key heads.
-static void attend_head(const Attention* a, long row, long head, float* scores) {
+static void attend_head(const Attention* a, long row, long head, float* scores, Stream* stream) {
     float inverse[TILE];
     uint32_t packed[MOST_CHANNELS / 2 * TILE];
     int tokens[TILE];
@@ -418,7 +465,7 @@ static void attend_head(const Attention* a, long row, long head, float* scores) 
                 memcpy(packed + pair * count + i, a->query + token * a->stride + at + 2 * pair, 4);
         }
 
-        score(key, value, packed, scores, context, count, size);
+        score(key, packed, scores, context, count, size, start ? NULL : stream);
         const float* mask = a->mask ? a->mask + row * a->covered : NULL;
         soften(scores, mask, tokens, inverse, context, count, a->scale);
         for (long first = 0; first < count; first += 4)
@@ -433,12 +480,13 @@ static void attend_head(const Attention* a, long row, long head, float* scores) 
 void attend(const Attention* attention) {
     size_t bytes = attention_bytes(attention);
     char* own = keep_for_threads(bytes);
+    Source source = {NULL, attention, 0};
 #pragma omp parallel
     {
-        float* scores = (float*)(own + omp_get_thread_num() * bytes);
-#pragma omp for collapse(2) schedule(dynamic)
-        for (long row = 0; row < attention->rows; row++)
-            for (long head = 0; head < attention->kv_heads; head++) attend_head(attention, row, head, scores);
+        Stream stream = start(&source, 1, own, bytes);
+        long end = first_head(attention, stream.thread + 1, stream.threads), kv_heads = attention->kv_heads;
+        for (long i = first_head(attention, stream.thread, stream.threads); i < end; i++)
+            attend_head(attention, i / kv_heads, i % kv_heads, stream.own, &stream);
         _tile_release();
     }
 }
@@ -470,34 +518,8 @@ static void place(const Layer* layer, bf16* qkv, const Pass* pass, long row, lon
     }
 }
 
-// Norm the rows of x[rows, size] before a product; returns the result, in `space` for several rows. A single
-// row is normed by each thread for itself, because to wait for another takes longer.
-static const bf16* normed(const bf16* x, const bf16* weight, bf16* space, long rows, long size, float eps,
-                          const Stream* stream) {
-    if (rows == 1) {
-        norm_row(x, weight, stream->own, size, eps);
-        return stream->own;
-    }
-    for (long row = stream->thread; row < rows; row += stream->threads)
-        norm_row(x + row * size, weight, space + row * size, size, eps);
-#pragma omp barrier
-    return space;
-}
-
-// Gate the rows of x[rows, 2 * size]; as `normed`.
-static const bf16* gated(const bf16* x, bf16* space, long rows, long size, const Stream* stream) {
-    if (rows == 1) {
-        gate_row(x, stream->own, size);
-        return stream->own;
-    }
-    for (long row = stream->thread; row < rows; row += stream->threads)
-        gate_row(x + 2 * row * size, space + row * size, size);
-#pragma omp barrier
-    return space;
-}
-
-// Memory for what is computed within layers; `filled` and `beside` hold inputs of products. own: `bytes` for each
-// thread.
+// Memory for what is computed within layers; `filled` and `beside` hold inputs of products that the threads share.
+// own: `bytes` for each thread.
 typedef struct {
     bf16 *joined, *between, *qkv, *attended, *both, *filled;
     void* beside;
@@ -505,7 +527,8 @@ typedef struct {
     size_t bytes;
 } Space;
 
-static Space reserve(const Layer* layer, const Attention* attention) {
+// Reserve it for a layer, and set what its attention reads and writes.
+static Space reserve(const Layer* layer, Attention* attention) {
     const Product* of = layer->products;
     long tokens = attention->rows * attention->width;
     long hidden = of[QKV].inputs, all = of[QKV].outputs, queries = of[OUTPUT].inputs, inner = of[DOWN].inputs;
@@ -515,7 +538,8 @@ static Space reserve(const Layer* layer, const Attention* attention) {
     static _Thread_local Kept kept;
     long wanted = tokens * (2 * hidden + all + queries + 2 * inner + 2 * widest);
     Space space = {.joined = keep(&kept, sizeof(bf16) * wanted), .bytes = attention_bytes(attention)};
-    if (space.bytes < sizeof(bf16) * widest) space.bytes = sizeof(bf16) * widest;
+    size_t few = sizeof(bf16) * 2 * FEW * widest;
+    if (space.bytes < few) space.bytes = few;
     space.own = keep_for_threads(space.bytes);
     space.between = space.joined + tokens * hidden;
     space.qkv = space.between + tokens * hidden;
@@ -523,70 +547,94 @@ static Space reserve(const Layer* layer, const Attention* attention) {
     space.both = space.attended + tokens * queries;
     space.filled = space.both + tokens * 2 * inner;
     space.beside = space.filled + tokens * widest;
+
+    attention->query = space.qkv;
+    attention->y = space.attended;
+    attention->kv_heads = layer->kv_heads;
+    attention->group = layer->heads / layer->kv_heads;
+    attention->size = layer->size;
+    attention->stride = all;
+    attention->scale = layer->scale;
     return space;
+}
+
+// Norm the rows of x[rows, size] with a weight, or gate the rows of x[rows, 2 * size] if norm is NULL, and arrange
+// them for a product. A few rows each thread prepares for itself, because to wait for another takes longer.
+static const void* prepare(const bf16* x, const bf16* norm, float eps, long rows, long size, const Space* space,
+                           const Stream* stream) {
+    int alone = rows <= FEW;
+    bf16* to = alone ? stream->own : space->filled;
+    for (long row = alone ? 0 : stream->thread; row < rows; row += alone ? 1 : stream->threads) {
+        if (norm) norm_row(x + row * size, norm, to + row * size, size, eps);
+        if (!norm) gate_row(x + 2 * row * size, to + row * size, size);
+    }
+    if (!alone) {
+#pragma omp barrier
+    }
+    return arrange(to, alone ? to + rows * size : NULL, space->beside, rows, size, stream);
 }
 
 // Run a layer over x[tokens, hidden]; y may be x.
 static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pass, const Space* space,
                       Stream* stream) {
     const Product* of = layer->products;
-    Attention a = pass->attention;
-    long tokens = a.rows * a.width, all = of[QKV].outputs;
-    a.query = space->qkv;
-    a.y = space->attended;
-    a.kv_heads = layer->kv_heads;
-    a.group = layer->heads / layer->kv_heads;
-    a.size = layer->size;
-    a.stride = all;
-    a.scale = layer->scale;
+    const Attention* a = &pass->attention;
+    long tokens = a->rows * a->width;
 
-    const bf16* input = normed(x, layer->input_norm, space->filled, tokens, of[QKV].inputs, layer->eps, stream);
-    const void* beside = arrange(input, space->beside, tokens, of[QKV].inputs, stream);
+    const void* beside = prepare(x, layer->input_norm, layer->eps, tokens, of[QKV].inputs, space, stream);
     multiply(of + QKV, beside, NULL, space->qkv, tokens, stream);
 #pragma omp barrier
 
-#pragma omp for collapse(2) schedule(dynamic)
-    for (long row = 0; row < a.rows; row++)
-        for (long head = 0; head < a.kv_heads; head++) {
-            place(layer, space->qkv, pass, row, head);
-            attend_head(&a, row, head, stream->own);
-        }
-    beside = arrange(space->attended, space->beside, tokens, of[OUTPUT].inputs, stream);
+    long end = first_head(a, stream->thread + 1, stream->threads);
+    for (long i = first_head(a, stream->thread, stream->threads); i < end; i++) {
+        place(layer, space->qkv, pass, i / a->kv_heads, i % a->kv_heads);
+        attend_head(a, i / a->kv_heads, i % a->kv_heads, stream->own, stream);
+    }
+#pragma omp barrier
+    void* own = tokens <= FEW ? stream->own : NULL;
+    beside = arrange(space->attended, own, space->beside, tokens, of[OUTPUT].inputs, stream);
     multiply(of + OUTPUT, beside, x, space->between, tokens, stream);
 #pragma omp barrier
 
     x = space->between;
-    input = normed(x, layer->post_norm, space->filled, tokens, of[GATE_UP].inputs, layer->eps, stream);
-    beside = arrange(input, space->beside, tokens, of[GATE_UP].inputs, stream);
+    beside = prepare(x, layer->post_norm, layer->eps, tokens, of[GATE_UP].inputs, space, stream);
     multiply(of + GATE_UP, beside, NULL, space->both, tokens, stream);
 #pragma omp barrier
 
-    input = gated(space->both, space->filled, tokens, of[DOWN].inputs, stream);
-    beside = arrange(input, space->beside, tokens, of[DOWN].inputs, stream);
+    beside = prepare(space->both, NULL, 0, tokens, of[DOWN].inputs, space, stream);
     multiply(of + DOWN, beside, x, y, tokens, stream);
 #pragma omp barrier
+}
+
+// Write what a layer reads, in this order, to sources[PRODUCTS + 1].
+static void append(Source* sources, const Layer* layer, const Attention* attention, long shift) {
+    const Product* of = layer->products;
+    const Source all[] = {{of + QKV, NULL, 0}, {NULL, attention, shift}, {of + OUTPUT, NULL, 0},
+                          {of + GATE_UP, NULL, 0}, {of + DOWN, NULL, 0}};
+    memcpy(sources, all, sizeof all);
 }
 
 // Run layers of the same sizes over x[tokens, hidden], the input of the first. As one call, because between the
 // kernels Python takes as long as the kernels do with a single token. first: the pass of the first layer; keys
 // and values of the next are `following` elements behind.
 void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const Pass* first, long following) {
-    Space space = reserve(layers, &first->attention);
-    const Product** order = malloc(sizeof *order * PRODUCTS * count);
-    for (long i = 0; i < PRODUCTS * count; i++) order[i] = &layers[i / PRODUCTS].products[i % PRODUCTS];
+    Pass pass = *first;
+    Space space = reserve(layers, &pass.attention);
+    Source* sources = malloc(sizeof *sources * (PRODUCTS + 1) * count);
+    for (long i = 0; i < count; i++) append(sources + (PRODUCTS + 1) * i, layers + i, &pass.attention, following * i);
 
 #pragma omp parallel
     {
-        Stream stream = start(order, PRODUCTS * count, space.own, space.bytes);
-        Pass pass = *first;
+        Stream stream = start(sources, (PRODUCTS + 1) * count, space.own, space.bytes);
+        Pass own = pass;
         for (long i = 0; i < count; i++) {
-            run_layer(layers + i, i ? y : x, y, &pass, &space, &stream);
-            pass.attention.keys += following;
-            pass.attention.values += following;
+            run_layer(layers + i, i ? y : x, y, &own, &space, &stream);
+            own.attention.keys += following;
+            own.attention.values += following;
         }
         _tile_release();
     }
-    free(order);
+    free(sources);
 }
 
 // An MTP layer: joined[hidden, 2 * hidden] reads the normed state, then the normed embedding of the next token.
@@ -599,27 +647,28 @@ typedef struct {
 // Run an MTP layer over the states x[count, hidden] and the tokens after them; y[count, hidden]. embedding[vocab,
 // hidden].
 void run_draft(const Draft* draft, const bf16* x, const int64_t* tokens, const bf16* embedding, bf16* y,
-               const Pass* pass) {
+               const Pass* given) {
     const Layer* layer = &draft->layer;
-    long count = pass->attention.rows * pass->attention.width, hidden = layer->products[QKV].inputs;
-    Space space = reserve(layer, &pass->attention);
-    const Product* order[PRODUCTS + 1] = {&draft->joined};
-    for (long i = 0; i < PRODUCTS; i++) order[i + 1] = &layer->products[i];
+    Pass pass = *given;
+    long count = pass.attention.rows * pass.attention.width, hidden = layer->products[QKV].inputs;
+    Space space = reserve(layer, &pass.attention);
+    Source sources[PRODUCTS + 2] = {{&draft->joined, NULL, 0}};
+    append(sources + 1, layer, &pass.attention, 0);
 
 #pragma omp parallel
     {
-        Stream stream = start(order, PRODUCTS + 1, space.own, space.bytes);
+        Stream stream = start(sources, PRODUCTS + 2, space.own, space.bytes);
         for (long row = stream.thread; row < count; row += stream.threads) {
             bf16* both = space.filled + row * 2 * hidden;
             norm_row(x + row * hidden, draft->hidden_norm, both, hidden, layer->eps);
             norm_row(embedding + tokens[row] * hidden, draft->token_norm, both + hidden, hidden, layer->eps);
         }
 #pragma omp barrier
-        const void* beside = arrange(space.filled, space.beside, count, 2 * hidden, &stream);
+        const void* beside = arrange(space.filled, NULL, space.beside, count, 2 * hidden, &stream);
         multiply(&draft->joined, beside, NULL, space.joined, count, &stream);
 #pragma omp barrier
 
-        run_layer(layer, space.joined, y, pass, &space, &stream);
+        run_layer(layer, space.joined, y, &pass, &space, &stream);
         for (long row = stream.thread; row < count; row += stream.threads)
             norm_row(y + row * hidden, draft->final_norm, y + row * hidden, hidden, layer->eps);
         _tile_release();
