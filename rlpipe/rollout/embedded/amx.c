@@ -644,35 +644,74 @@ typedef struct {
     const bf16 *hidden_norm, *token_norm, *final_norm;
 } Draft;
 
-// Run an MTP layer over the states x[count, hidden] and the tokens after them; y[count, hidden]. embedding[vocab,
-// hidden].
+// Run an MTP layer over the states x[count, hidden] and the tokens after them, which are `apart` elements apart;
+// y[count, hidden] may be x. embedding[vocab, hidden].
+static void run_draft_layer(const Draft* draft, const bf16* x, const int64_t* tokens, long apart,
+                            const bf16* embedding, bf16* y, const Pass* pass, const Space* space, Stream* stream) {
+    const Layer* layer = &draft->layer;
+    long count = pass->attention.rows * pass->attention.width, hidden = layer->products[QKV].inputs;
+    for (long row = stream->thread; row < count; row += stream->threads) {
+        bf16* both = space->filled + row * 2 * hidden;
+        norm_row(x + row * hidden, draft->hidden_norm, both, hidden, layer->eps);
+        norm_row(embedding + tokens[row * apart] * hidden, draft->token_norm, both + hidden, hidden, layer->eps);
+    }
+#pragma omp barrier
+    const void* beside = arrange(space->filled, NULL, space->beside, count, 2 * hidden, stream);
+    multiply(&draft->joined, beside, NULL, space->joined, count, stream);
+#pragma omp barrier
+
+    run_layer(layer, space->joined, y, pass, space, stream);
+    for (long row = stream->thread; row < count; row += stream->threads)
+        norm_row(y + row * hidden, draft->final_norm, y + row * hidden, hidden, layer->eps);
+#pragma omp barrier
+}
+
+// Run an MTP layer over x and tokens; see run_draft_layer.
 void run_draft(const Draft* draft, const bf16* x, const int64_t* tokens, const bf16* embedding, bf16* y,
                const Pass* given) {
-    const Layer* layer = &draft->layer;
     Pass pass = *given;
-    long count = pass.attention.rows * pass.attention.width, hidden = layer->products[QKV].inputs;
-    Space space = reserve(layer, &pass.attention);
+    Space space = reserve(&draft->layer, &pass.attention);
     Source sources[PRODUCTS + 2] = {{&draft->joined, NULL, 0}};
-    append(sources + 1, layer, &pass.attention, 0);
+    append(sources + 1, &draft->layer, &pass.attention, 0);
 
 #pragma omp parallel
     {
         Stream stream = start(sources, PRODUCTS + 2, space.own, space.bytes);
-        for (long row = stream.thread; row < count; row += stream.threads) {
-            bf16* both = space.filled + row * 2 * hidden;
-            norm_row(x + row * hidden, draft->hidden_norm, both, hidden, layer->eps);
-            norm_row(embedding + tokens[row] * hidden, draft->token_norm, both + hidden, hidden, layer->eps);
-        }
-#pragma omp barrier
-        const void* beside = arrange(space.filled, NULL, space.beside, count, 2 * hidden, &stream);
-        multiply(&draft->joined, beside, NULL, space.joined, count, &stream);
-#pragma omp barrier
-
-        run_layer(layer, space.joined, y, &pass, &space, &stream);
-        for (long row = stream.thread; row < count; row += stream.threads)
-            norm_row(y + row * hidden, draft->final_norm, y + row * hidden, hidden, layer->eps);
+        run_draft_layer(draft, x, tokens, 1, embedding, y, &pass, &space, &stream);
         _tile_release();
     }
+}
+
+// Write softmax and, unless logs is NULL, log-softmax of logits[vocab] / temperature, and return the entropy then.
+// vocab: a multiple of 16.
+static float distribution(const bf16* logits, float temperature, float* logs, float* p, long vocab) {
+    __m512 divisor = _mm512_set1_ps(temperature), most = _mm512_set1_ps(-INFINITY);
+    for (long i = 0; i < vocab; i += 16) {
+        __m512 value = _mm512_div_ps(widen(logits + i), divisor);
+        _mm512_storeu_ps(p + i, value);
+        most = _mm512_max_ps(most, value);
+    }
+
+    __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(most)), total = _mm512_setzero_ps();
+    for (long i = 0; i < vocab; i += 16) {
+        __m512 value = _mm512_sub_ps(_mm512_loadu_ps(p + i), highest), power = exponential(value);
+        if (logs) _mm512_storeu_ps(logs + i, value);
+        _mm512_storeu_ps(p + i, power);
+        total = _mm512_add_ps(total, power);
+    }
+
+    float sum = _mm512_reduce_add_ps(total);
+    __m512 inverse = _mm512_set1_ps(1 / sum), shift = _mm512_set1_ps(logf(sum)), mean = _mm512_setzero_ps();
+    for (long i = 0; i < vocab; i += 16) {
+        __m512 share = _mm512_mul_ps(_mm512_loadu_ps(p + i), inverse);
+        _mm512_storeu_ps(p + i, share);
+        if (logs) {
+            __m512 value = _mm512_sub_ps(_mm512_loadu_ps(logs + i), shift);
+            _mm512_storeu_ps(logs + i, value);
+            mean = _mm512_fmadd_ps(share, value, mean);
+        }
+    }
+    return -_mm512_reduce_add_ps(mean);
 }
 
 // Log-softmax, softmax and entropy of each row of logits[rows, vocab] / temperature[rows]. temperature: NULL
@@ -682,35 +721,10 @@ void distributions(const bf16* logits, const float* temperature, float* log_p, f
                    long rows, long vocab) {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (long row = 0; row < rows; row++) {
-        const bf16* from = logits + row * vocab;
-        float *to = p + row * vocab, *logs = log_p ? log_p + row * vocab : NULL;
-        __m512 divisor = _mm512_set1_ps(temperature ? temperature[row] : 1), most = _mm512_set1_ps(-INFINITY);
-        for (long i = 0; i < vocab; i += 16) {
-            __m512 value = _mm512_div_ps(widen(from + i), divisor);
-            _mm512_storeu_ps(to + i, value);
-            most = _mm512_max_ps(most, value);
-        }
-
-        __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(most)), total = _mm512_setzero_ps();
-        for (long i = 0; i < vocab; i += 16) {
-            __m512 value = _mm512_sub_ps(_mm512_loadu_ps(to + i), highest), power = exponential(value);
-            if (logs) _mm512_storeu_ps(logs + i, value);
-            _mm512_storeu_ps(to + i, power);
-            total = _mm512_add_ps(total, power);
-        }
-
-        float sum = _mm512_reduce_add_ps(total);
-        __m512 inverse = _mm512_set1_ps(1 / sum), shift = _mm512_set1_ps(logf(sum)), mean = _mm512_setzero_ps();
-        for (long i = 0; i < vocab; i += 16) {
-            __m512 share = _mm512_mul_ps(_mm512_loadu_ps(to + i), inverse);
-            _mm512_storeu_ps(to + i, share);
-            if (logs) {
-                __m512 value = _mm512_sub_ps(_mm512_loadu_ps(logs + i), shift);
-                _mm512_storeu_ps(logs + i, value);
-                mean = _mm512_fmadd_ps(share, value, mean);
-            }
-        }
-        if (logs) entropy[row] = -_mm512_reduce_add_ps(mean);
+        float* logs = log_p ? log_p + row * vocab : NULL;
+        float divisor = temperature ? temperature[row] : 1;
+        float value = distribution(logits + row * vocab, divisor, logs, p + row * vocab, vocab);
+        if (entropy) entropy[row] = value;
     }
 }
 
@@ -754,6 +768,101 @@ long sample(const float* weights, const double* uniforms, int64_t* tokens, long 
         tokens[row] = draw(weights + row * vocab, uniforms[row], until, vocab);
         failed += tokens[row] < 0;
     }
+    return failed;
+}
+
+// A chain of drafts. states[rows, hidden]: of the MTP layer at depth 1. ids[size]: the tokens that the head's
+// outputs stand for; NULL if these are the tokens. temperature[rows]: NULL for 1. greedy[rows]: rows whose
+// distribution is 1 at the most likely token; NULL for none. uniforms[rows, depths]. tokens[rows, depths + 1]: given
+// the pending token of each row, the drafts are written after it. Also writes columns[rows, depths], the drafts as
+// indices of q[rows, depths, size], their distributions.
+typedef struct {
+    const bf16 *states, *embedding;
+    const int64_t* ids;
+    const float* temperature;
+    const uint8_t* greedy;
+    const double* uniforms;
+    int64_t *tokens, *columns;
+    float* q;
+    long depths;
+} Chain;
+
+// Draft a token of a row from logits[size]; returns 1 if there is none. until: see draw.
+static long draft_token(const Chain* chain, long row, long depth, const bf16* logits, double* until, long size) {
+    long at = row * chain->depths + depth, column = 0;
+    float* q = chain->q + at * size;
+    distribution(logits, chain->temperature ? chain->temperature[row] : 1, NULL, q, size);
+    if (chain->greedy && chain->greedy[row]) {
+        for (long i = 1; i < size; i++)
+            if (q[i] > q[column]) column = i;
+        memset(q, 0, sizeof(float) * size);
+        q[column] = 1;
+    } else {
+        column = draw(q, chain->uniforms[at], until, size);
+    }
+
+    long failed = column < 0;
+    if (failed) column = 0;
+    chain->columns[at] = column;
+    chain->tokens[row * (chain->depths + 1) + depth + 1] = chain->ids ? chain->ids[column] : column;
+    return failed;
+}
+
+// Draft a chain with an MTP layer, which after depth 1 reads its own state and the token drafted from it. given: the
+// pass over the pending tokens and the drafts. Returns the number of drafts that could not be sampled.
+long draft_chain(const Draft* draft, const Product* head, const Chain* chain, const Pass* given) {
+    Pass pass = *given;
+    long rows = pass.attention.rows, width = pass.attention.width, size = head->outputs, failed = 0;
+    pass.attention.width = 1;
+    Space space = reserve(&draft->layer, &pass.attention);
+
+    // The threads' space to sample, then slots and positions, the states of deeper tokens, and logits.
+    static _Thread_local Kept kept;
+    long threads = omp_get_max_threads(), numbers = threads * groups(size) + 2 * rows * chain->depths;
+    double* until = keep(&kept, sizeof(double) * numbers + sizeof(bf16) * rows * (head->inputs + size));
+    int64_t* places = (int64_t*)(until + threads * groups(size));
+    int64_t* positions = places + rows * chain->depths;
+    bf16 *deeper = (bf16*)(until + numbers), *logits = deeper + rows * head->inputs;
+    for (long depth = 0; depth < chain->depths; depth++)
+        for (long row = 0; row < rows; row++) {
+            places[depth * rows + row] = given->places[row * width + depth];
+            positions[depth * rows + row] = given->attention.positions[row * width + depth];
+        }
+
+    long later = PRODUCTS + 3, count = 1 + later * (chain->depths - 1);
+    Source* sources = malloc(sizeof *sources * count);
+    sources[0] = (Source){head, NULL, 0};
+    for (long i = 1; i < count; i += later) {
+        sources[i] = (Source){&draft->joined, NULL, 0};
+        append(sources + i + 1, &draft->layer, &pass.attention, 0);
+        sources[i + later - 1] = sources[0];
+    }
+
+#pragma omp parallel reduction(+ : failed)
+    {
+        Stream stream = start(sources, count, space.own, space.bytes);
+        Pass own = pass;
+        const bf16* states = chain->states;
+        for (long depth = 0; depth < chain->depths; depth++) {
+            if (depth) {
+                own.places = places + (depth - 1) * rows;
+                own.attention.positions = positions + (depth - 1) * rows;
+                run_draft_layer(draft, states, chain->tokens + depth, chain->depths + 1, chain->embedding, deeper,
+                                &own, &space, &stream);
+                states = deeper;
+            }
+
+            multiply(head, arrange(states, NULL, space.beside, rows, head->inputs, &stream), NULL, logits, rows,
+                     &stream);
+#pragma omp barrier
+            for (long row = stream.thread; row < rows; row += stream.threads)
+                failed += draft_token(chain, row, depth, logits + row * size, until + stream.thread * groups(size),
+                                      size);
+#pragma omp barrier
+        }
+        _tile_release();
+    }
+    free(sources);
     return failed;
 }
 

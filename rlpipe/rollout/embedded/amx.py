@@ -21,6 +21,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MANY_ROWS = 128  # products of more rows are oneDNN's
 MOST_CHANNELS = 512  # of a head, see `attend`
+LANES = 16  # distributions are over a multiple of it
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _COMPILERS = ("gcc", "cc")
@@ -46,11 +48,12 @@ _SIGNATURES = {
     "attend": [_POINTER],
     "run_layers": [_POINTER, _LONG, *[_POINTER] * 3, _LONG],
     "run_draft": [_POINTER] * 6,
+    "draft_chain": [_POINTER] * 4,
     "distributions": [_POINTER] * 5 + [_LONG] * 2,
     "sample": [_POINTER] * 3 + [_LONG] * 2,
     "verify_chain": [_POINTER] * 9 + [_LONG] * 4,
 }
-_COUNTING = ("sample", "verify_chain")  # they return how many rows failed
+_COUNTING = ("sample", "draft_chain", "verify_chain")  # they return how many rows failed
 
 
 class Product(ctypes.Structure):
@@ -76,6 +79,29 @@ class WholeDraft(ctypes.Structure):
     _fields_ = (
         *(("layer", WholeLayer), ("joined", Product)),
         *((name, _POINTER) for name in ("hidden_norm", "token_norm", "final_norm")),
+    )
+
+
+class ChainStart(NamedTuple):
+    """What drafting a chain for A rows begins with.
+
+    states: [A, H], of the MTP layer for the first draft. pending: [A] int64, the tokens before the drafts.
+    uniforms: [A, gamma] float64. temperature: [A] float32, or None for 1. greedy: [A] bool, rows that take
+    the most likely token, or None.
+    """
+
+    states: torch.Tensor
+    pending: torch.Tensor
+    uniforms: torch.Tensor
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+
+
+class _Chain(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("states", "embedding", "ids", "temperature", "greedy", "uniforms")),
+        *((name, _POINTER) for name in ("tokens", "columns", "q")),
+        ("depths", _LONG),
     )
 
 
@@ -213,6 +239,41 @@ class Kernels:
         given = (tensor.data_ptr() for tensor in (x, tokens, embedding, y))
         self._library.run_draft(ctypes.byref(draft), *given, description.address)
         return y
+
+    def draft_chain(
+        self,
+        draft: WholeDraft,
+        head: Product,
+        start: ChainStart,
+        *,
+        embedding: torch.Tensor,
+        ids: torch.Tensor | None,
+        span: Span,
+        index: int,
+        rotations: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draft a chain of tokens for each row, all with one MTP layer.
+
+        head: gives D logits, a multiple of 16. ids: [D] int64, the tokens that the logits stand for, or None
+        for all. span: of the pending tokens and the drafts. The others: see `run_draft`.
+
+        Returns tokens [A, gamma + 1], the pending ones and the drafts; the drafts as indices of D [A, gamma];
+        and the distributions [A, gamma, D] float32 that they were sampled from. Raises RuntimeError if the
+        logits have a NaN.
+        """
+        rows, depths = start.uniforms.shape
+        states, uniforms = start.states.contiguous(), start.uniforms.contiguous()
+        tokens = torch.empty(rows, depths + 1, dtype=torch.int64)
+        tokens[:, 0] = start.pending
+        columns = torch.empty(rows, depths, dtype=torch.int64)
+        probs = torch.empty(rows, depths, head.outputs)
+
+        given = states, embedding, ids, start.temperature, start.greedy, uniforms, tokens, columns, probs
+        chain = _Chain(*(None if tensor is None else tensor.data_ptr() for tensor in given), depths)
+        description = _Description(span, index, rotations)
+        records = (ctypes.byref(record) for record in (draft, head, chain))
+        _require_tokens(self._library.draft_chain(*records, description.address))
+        return tokens, columns, probs
 
     def distributions(
         self, logits: torch.Tensor, temperature: torch.Tensor | None

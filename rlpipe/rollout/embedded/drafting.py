@@ -22,6 +22,7 @@ import torch
 
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.drafts.kinds import DRAFTERS
+from rlpipe.rollout.embedded.amx import ChainStart
 from rlpipe.rollout.embedded.depths import draft_deeper
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
@@ -164,8 +165,22 @@ class ChainDrafting(_RowDrafting):
 
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
+        frontier, layers, rows = table.hidden[:decoding], model.depths, slice(0, decoding)
+
+        if gamma and self._samples:
+            start = ChainStart(
+                states=frontier[:, 0],
+                pending=pending,
+                uniforms=uniforms[:, :gamma, Stream.DRAFT],
+                temperature=table.divisor(rows),
+                greedy=table.greedy_of(rows),
+            )
+            if (at_once := model.draft_chain(start, span)) is not None:
+                stacked, chosen, q = at_once
+                part = Part(0, span, stacked, torch.zeros_like(pending), positions)
+                return Drafted(part, uniforms, q, chosen, list(range(gamma)))
+
         tokens, columns, probs = [pending], [], []
-        frontier, layers = table.hidden[:decoding], model.depths
         window = frontier[:, :1]
         for depth in range(gamma):
             if 0 < depth < layers:
@@ -178,7 +193,7 @@ class ChainDrafting(_RowDrafting):
             # A greedy chain needs only the most likely token, no distribution.
             logits = model.draft_logits(window[:, -1])
             if self._samples:
-                probs.append(table.choices(logits, slice(0, decoding)))
+                probs.append(table.choices(logits, rows))
                 columns.append(table.sampler.sample(probs[-1], uniforms[:, depth, Stream.DRAFT]))
             else:
                 columns.append(logits.argmax(-1))

@@ -312,6 +312,27 @@ class Model:
             return self.draft_model.step(self, tokens, hidden, spans, selects)
         return self.mtp_layers[depth].step(self, depth, tokens, hidden, spans, selects)
 
+    def draft_chain(
+        self, start: amx.ChainStart, span: Span
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Draft a chain in one call, see `amx.Kernels.draft_chain`; None if no kernels can do so."""
+        if self.draft_model is not None or self.depths != 1:
+            return None
+        kernels, whole = self.whole_kernels(start.states, [span]), self.mtp_layers[0].whole
+        head = self._draft_head.described()
+        if kernels is None or whole is None or head is None or head.outputs % amx.LANES:
+            return None
+        return kernels.draft_chain(
+            whole,
+            head,
+            start,
+            embedding=self.embedding,
+            ids=self.draft_ids,
+            span=span,
+            index=self.arch.layers,
+            rotations=self.rotations,
+        )
+
     def run_draft_layer(
         self,
         layer: Layer,

@@ -105,10 +105,15 @@ class RowTable:
         temperature = self.temperature[rows]
         return torch.from_numpy(temperature).to(self._device) if (temperature != 1).any() else None
 
+    def greedy_of(self, rows: np.ndarray | slice) -> torch.Tensor | None:
+        """Return which of n rows are greedy [n] bool, or None if none is."""
+        greedy = self.greedy[rows]
+        return torch.from_numpy(greedy).to(self._device) if greedy.any() else None
+
     def sampled_from(self, probs: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
         """Return probs [N, ..., V]; in greedy rows they are replaced by 1 at the argmax and 0 elsewhere."""
-        greedy = self.greedy[rows]
-        return greedy_rows(probs, torch.from_numpy(greedy).to(self._device)) if greedy.any() else probs
+        greedy = self.greedy_of(rows)
+        return probs if greedy is None else greedy_rows(probs, greedy)
 
     def choices(self, logits: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
         """Return the distributions that rows sample from, given their logits [N, ..., V]."""

@@ -12,8 +12,6 @@ import torch
 from rlpipe.rollout.embedded import amx
 from rlpipe.spec.sampling import log_probs, sample_cdf, softmax
 
-_LANES = 16  # the kernels need a multiple of it as vocabulary
-
 
 class Distributions(NamedTuple):
     """log_probs, probs: [N, V] float32. entropies: [N] float32, in nats."""
@@ -57,4 +55,4 @@ class Sampler:
 
     def kernels_for(self, rows: torch.Tensor) -> amx.Kernels | None:
         """Return the kernels if they can read rows over this vocabulary, [..., V]."""
-        return None if rows.shape[-1] % _LANES else self._kernels
+        return None if rows.shape[-1] % amx.LANES else self._kernels

@@ -366,6 +366,42 @@ def test_greedy_turns_with_drafts_are_those_without_to_the_last_bit(tmp_path, re
         assert plain.entropies.tobytes() == drafted.entropies.tobytes()
 
 
+@with_amx
+@pytest.mark.parametrize("count, gamma, reduced", [(1, 1, False), (1, 4, True), (4, 2, False), (40, 3, True)])
+def test_a_chain_in_one_call_is_the_chain_of_single_calls_to_the_last_bit(
+    tmp_path, monkeypatch, count, gamma, reduced
+):
+    """Prompts of several lengths, several temperatures. reduced: the draft can propose half of the tokens."""
+    sizes = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 96, "dtype": torch.bfloat16}
+    path, table = write_random_checkpoint(tmp_path / "model", **sizes), tmp_path / "table.json"
+    write_table(table, list(range(0, 96, 2 if reduced else 1)))
+    prompts = [[(7 * i + k) % 96 for k in range(2 + i % 5)] for i in range(count)]
+    whole, calls, turns = Model.draft_chain, [], []
+
+    def at_once(*args, **options):
+        calls.append(whole(*args, **options))
+        return calls[-1]
+
+    for chain in (at_once, lambda *_, **__: None):
+        monkeypatch.setattr(Model, "draft_chain", chain)
+        with driven_engine(
+            path, dtype="bfloat16", gamma=gamma, draft_vocab=table if reduced else "", max_running=count
+        ) as driven:
+            temperatures = [1.0, 0.7, 0.0, 1.3]
+            asked = [
+                request(i, p, max_new_tokens=40, temperature=temperatures[i % 4])
+                for i, p in enumerate(prompts)
+            ]
+            turns.append(driven.generate(*asked))
+
+    assert calls and all(call is not None for call in calls)
+    assert any(sum(turn.spec.accepted) for turn in turns[0])
+    for ours, wanted in zip(*turns, strict=True):
+        assert ours.output_ids.tolist() == wanted.output_ids.tolist()
+        assert ours.logprobs.tobytes() == wanted.logprobs.tobytes()
+        assert ours.spec == wanted.spec
+
+
 def _states(path, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the logits of target and draft in a few passes."""
     arch = read_architecture(read_config(path))
