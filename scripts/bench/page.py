@@ -31,7 +31,7 @@ import answers  # noqa: E402
 PAGE = ROOT / "docs" / "benchmarks.md"
 LOG = ROOT / "docs" / "developer" / "benchmark_log.md"
 BLOCK = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MET_GOAL = re.compile(r"\s*Goal: [^*]*\*\*met\*\*\.")
+MET_GOAL = re.compile(r"Goal: [^*]*\*\*met\*\*\. (?=Goal:)|\s*Goal: [^*]*\*\*met\*\*\.(?! Goal:)")
 HEAD = """# Benchmarks
 
 Measurements and their conditions. "Two cores" are two cores of a virtual machine, on which the same run
