@@ -52,3 +52,18 @@ def test_blocks_of_other_documents_are_filled_by_name(page):
     assert "**met**" in figure.markdown and "Goal" not in figure.excerpt
     with pytest.raises(KeyError, match="nothing"):
         page.filled("<!-- figure nothing -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(
+    "answer, left",
+    [
+        (
+            "| 1 |\n\nGoal: a, **met**. Goal: b, **met**. Goal: c, **missed**.",
+            "| 1 |\n\nGoal: c, **missed**.",
+        ),
+        ("| 1 |\n\nGoal: a, **missed**. Goal: b, **met**.", "| 1 |\n\nGoal: a, **missed**."),
+        ("A sentence. Goal: a, **met**. Goal: b, **met**.", "A sentence."),
+    ],
+)
+def test_other_documents_omit_goals_that_were_met_and_keep_the_table_apart(page, answer, left):
+    assert page.MET_GOAL.sub("", answer) == left
