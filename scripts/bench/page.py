@@ -31,7 +31,8 @@ import answers  # noqa: E402
 PAGE = ROOT / "docs" / "benchmarks.md"
 LOG = ROOT / "docs" / "developer" / "benchmark_log.md"
 BLOCK = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MET_GOAL = re.compile(r"Goal: [^*]*\*\*met\*\*\. (?=Goal:)|\s*Goal: [^*]*\*\*met\*\*\.(?! Goal:)")
+_MET = r"Goal: [^*]*\*\*met\*\*\."
+MET_GOAL = re.compile(rf"(?:{_MET} )+(?=Goal:)|\s*{_MET}(?: {_MET})*(?! Goal:)")
 HEAD = """# Benchmarks
 
 Measurements and their conditions. "Two cores" are two cores of a virtual machine, on which the same run
