@@ -69,10 +69,12 @@ typedef struct {
     long shift;
 } Source;
 
-// A thread, memory of its own, and what it fetches: its share of the `left` sources that follow.
+// A thread, memory of its own, the heads of keys whose attention it computes, and what it fetches: its share of the
+// `left` sources that follow.
 typedef struct {
     long thread, threads;
     void* own;
+    long first, last;  // heads, counted over all rows; the last is not its own
     const Source* sources;
     long left, part;       // part: of a source's keys and values, the one to fetch next
     const char *at, *end;  // of what it fetches
@@ -147,10 +149,8 @@ static int go_on(Stream* stream) {
         }
         stream->at = (const char*)ends[0];
         stream->end = (const char*)ends[1];
-    } else if (stream->part < 2 * first_head(a, stream->thread + 1, stream->threads)) {
-        long first = 2 * first_head(a, stream->thread, stream->threads);
-        if (stream->part < first) stream->part = first;
-        long row = stream->part / 2 / a->kv_heads, head = stream->part / 2 % a->kv_heads;
+    } else if (stream->first + stream->part / 2 < stream->last) {
+        long which = stream->first + stream->part / 2, row = which / a->kv_heads, head = which % a->kv_heads;
         const bf16* from = stream->part % 2 ? a->values : a->keys;
         from += source->shift + row * a->cached + head * a->spaced;
         stream->at = (const char*)from;
@@ -172,9 +172,15 @@ static void fetch(Stream* stream) {
     stream->at += BLOCK * LINE;
 }
 
-static Stream start(const Source* sources, long count, char* own, size_t bytes) {
+// attention: of which the thread computes a share, or NULL.
+static Stream start(const Source* sources, long count, const Attention* attention, char* own, size_t bytes) {
     long thread = omp_get_thread_num();
-    Stream stream = {thread, omp_get_num_threads(), own + thread * bytes, sources, count, 0, NULL, NULL};
+    Stream stream = {.thread = thread, .threads = omp_get_num_threads(), .sources = sources, .left = count};
+    stream.own = own + thread * bytes;
+    if (attention) {
+        stream.first = first_head(attention, thread, stream.threads);
+        stream.last = first_head(attention, thread + 1, stream.threads);
+    }
     for (long i = 0; i < AHEAD / (BLOCK * LINE); i++) fetch(&stream);
     return stream;
 }
@@ -283,7 +289,7 @@ void linear(const bf16* weight, const bf16* bias, const bf16* x, bf16* y, void* 
     Source source = {&product, NULL, 0};
 #pragma omp parallel
     {
-        Stream stream = start(&source, 1, NULL, 0);
+        Stream stream = start(&source, 1, NULL, NULL, 0);
         multiply(&product, arrange(x, NULL, work, rows, inputs, &stream), NULL, y, rows, &stream);
         _tile_release();
     }
@@ -483,10 +489,9 @@ void attend(const Attention* attention) {
     Source source = {NULL, attention, 0};
 #pragma omp parallel
     {
-        Stream stream = start(&source, 1, own, bytes);
-        long end = first_head(attention, stream.thread + 1, stream.threads), kv_heads = attention->kv_heads;
-        for (long i = first_head(attention, stream.thread, stream.threads); i < end; i++)
-            attend_head(attention, i / kv_heads, i % kv_heads, stream.own, &stream);
+        Stream stream = start(&source, 1, attention, own, bytes);
+        for (long i = stream.first; i < stream.last; i++)
+            attend_head(attention, i / attention->kv_heads, i % attention->kv_heads, stream.own, &stream);
         _tile_release();
     }
 }
@@ -585,8 +590,7 @@ static void run_layer(const Layer* layer, const bf16* x, bf16* y, const Pass* pa
     multiply(of + QKV, beside, NULL, space->qkv, tokens, stream);
 #pragma omp barrier
 
-    long end = first_head(a, stream->thread + 1, stream->threads);
-    for (long i = first_head(a, stream->thread, stream->threads); i < end; i++) {
+    for (long i = stream->first; i < stream->last; i++) {
         place(layer, space->qkv, pass, i / a->kv_heads, i % a->kv_heads);
         attend_head(a, i / a->kv_heads, i % a->kv_heads, stream->own, stream);
     }
@@ -625,7 +629,7 @@ void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const P
 
 #pragma omp parallel
     {
-        Stream stream = start(sources, (PRODUCTS + 1) * count, space.own, space.bytes);
+        Stream stream = start(sources, (PRODUCTS + 1) * count, &pass.attention, space.own, space.bytes);
         Pass own = pass;
         for (long i = 0; i < count; i++) {
             run_layer(layers + i, i ? y : x, y, &own, &space, &stream);
@@ -676,7 +680,7 @@ void run_draft(const Draft* draft, const bf16* x, const int64_t* tokens, const b
 
 #pragma omp parallel
     {
-        Stream stream = start(sources, PRODUCTS + 2, space.own, space.bytes);
+        Stream stream = start(sources, PRODUCTS + 2, &pass.attention, space.own, space.bytes);
         run_draft_layer(draft, x, tokens, 1, embedding, y, &pass, &space, &stream);
         _tile_release();
     }
@@ -840,7 +844,7 @@ long draft_chain(const Draft* draft, const Product* head, const Chain* chain, co
 
 #pragma omp parallel reduction(+ : failed)
     {
-        Stream stream = start(sources, count, space.own, space.bytes);
+        Stream stream = start(sources, count, &pass.attention, space.own, space.bytes);
         Pass own = pass;
         const bf16* states = chain->states;
         for (long depth = 0; depth < chain->depths; depth++) {

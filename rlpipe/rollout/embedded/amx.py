@@ -259,7 +259,7 @@ class Kernels:
 
         Returns tokens [A, gamma + 1], the pending ones and the drafts; the drafts as indices of D [A, gamma];
         and the distributions [A, gamma, D] float32 that they were sampled from. Raises RuntimeError if the
-        logits have a NaN.
+        logits of a row that samples have a NaN.
         """
         rows, depths = start.uniforms.shape
         states, uniforms = start.states.contiguous(), start.uniforms.contiguous()
