@@ -164,7 +164,7 @@ def step_seconds(
 def least_step_seconds(
     model: Path, spec: SpecConfig, batch: int, threads: int, repeats: int
 ) -> dict[tuple[int, int], float]:
-    """Return the engine's own measurement (`rlpipe.rollout.embedded.costs`), the minimum of several."""
+    """Return the engine's own measurement (`rlpipe.rollout.embedded.costs`), the least of several."""
     found: list[dict[tuple[int, int], float]] = []
     for _ in range(repeats):
         arm = rollout_speed.EngineArm(model, replace(spec, adaptive=True), batch, threads, "float32")

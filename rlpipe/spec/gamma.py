@@ -77,8 +77,8 @@ class AdaptiveGamma:
     Trials have a budget. Each step adds a share `BUDGET` of its time, and a trial begins when the budget
     covers its expected loss. A trial can lose more than expected, for example if a draft model must first
     read tokens that it has missed; the next trial then waits until the budget covers that loss, too. The
-    first trials of each neighbour do not wait. The gamma in use changes only if this promises `margin` more
-    throughput.
+    first trials of each neighbour do not wait. A larger gamma than the one in use must promise `margin` more
+    throughput; a smaller one need only be faster, since fewer drafts are never paid for in vain.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)
@@ -146,7 +146,7 @@ class AdaptiveGamma:
         bucket, speeds = _bucket(batch), self._speeds(batch)
         best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
-        if speeds[best] < (1 + self._margin) * speeds[last]:
+        if best > last and speeds[best] < (1 + self._margin) * speeds[last]:
             best = last
         self._last[bucket] = best
 

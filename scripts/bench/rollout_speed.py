@@ -164,20 +164,9 @@ class EngineArm:
             session = f"{self._runs}/{number}"
             async with room:
                 for turn, prompt in enumerate(turns):
-                    sampling = SamplingParams(
-                        temperature=work.temperature,
-                        max_new_tokens=work.max_new_tokens,
-                        stop_token_ids=work.stops,
-                        seed=10_000 * self._runs + 100 * number + turn,
-                    )
-                    result = await self._engine.generate(
-                        GenerateRequest(
-                            request_id=f"{session}/{turn}",
-                            prompt_ids=prompt,
-                            sampling=sampling,
-                            session_id=session if len(turns) > 1 else None,
-                        )
-                    )
+                    request = self.request(work, number, turn, prompt)
+                    request.session_id = session if len(turns) > 1 else None
+                    result = await self._engine.generate(request)
                     tokens += len(result.output_ids)
                     counts[number].add(result.spec)
                 self._engine.end_session(session)
@@ -189,6 +178,18 @@ class EngineArm:
 
         asyncio.run(play_all())
         return tokens, counts
+
+    def request(self, work: Workload, number: int, turn: int, prompt: list[int]) -> GenerateRequest:
+        """Return the request for a turn of a conversation; every run and every turn has its own seed."""
+        sampling = SamplingParams(
+            temperature=work.temperature,
+            max_new_tokens=work.max_new_tokens,
+            stop_token_ids=work.stops,
+            seed=10_000 * self._runs + 100 * number + turn,
+        )
+        return GenerateRequest(
+            request_id=f"{self._runs}/{number}/{turn}", prompt_ids=prompt, sampling=sampling
+        )
 
     def close(self) -> None:
         """Stop the engine's thread."""

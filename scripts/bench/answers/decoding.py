@@ -146,12 +146,14 @@ def drafts_pay(r: Any) -> str:
         acceptance = row["arms"][best].get("acceptance_by_depth", [])
         need = r["break_even_acceptance"].get(f"batch {batch}, {best}")
         ratios[batch, temperature] = fixed[best], over["adaptive"]
+        ends = row.get("adaptive over none, 95% interval")
+        interval = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
         rows.append(
             [
                 batch,
                 temperature,
                 f"{best}: {fixed[best]:.2f}",
-                f"{over['adaptive']:.2f}",
+                f"{over['adaptive']:.2f}{interval}",
                 ", ".join(f"{value:.2f}" for value in acceptance if value is not None),
                 "" if need is None else f"{need:.2f}",
             ]

@@ -83,6 +83,12 @@ def test_a_change_must_promise_the_margin():
     _teach(eager, [0.5225])
     assert eager.choose(1) == 1
 
+    # Fewer drafts need no margin: 1.5% slower with drafts is enough to do without.
+    policy = AdaptiveGamma(costs, prior=0.9, margin=0.02)
+    assert policy.choose(1) == 1
+    _teach(policy, [0.4775])
+    assert policy.choose(1) == 0
+
 
 def test_the_margin_is_kept_apart_for_small_and_large_batches():
     """What is best for one row does not stick to 64 rows."""
@@ -234,9 +240,10 @@ def _run(
     steps: int,
     noise: float = 0.0,
     kept: int | None = None,
+    seed: int = 1,
 ) -> list[int]:
     """Choices over steps that take what `true` says, `kept` of the rows accepted at every depth, or all."""
-    rng, choices = random.Random(1), []
+    rng, choices = random.Random(seed), []
     for _ in range(steps):
         gamma = policy.choose(batch)
         choices.append(gamma)
@@ -254,7 +261,7 @@ def test_costs_that_were_measured_wrong_are_corrected_in_use(slower):
     choices = _run(policy, 8, true, 1500, noise=0.05)
     assert choices[0] == 2
     assert choices[-500:].count(1) > 450
-    assert policy.seconds(8, 2) / policy.seconds(8, 1) == pytest.approx(2.0, rel=0.1)
+    assert policy.seconds(8, 2) / policy.seconds(8, 1) == pytest.approx(2.0, rel=0.15)
 
 
 def test_a_wrong_cost_behind_a_neighbour_that_never_pays_is_corrected():
@@ -301,6 +308,20 @@ def test_exploring_loses_its_part_of_the_time():
     choices = _run(policy, 8, true, 6000)
     lost = sum(true[gamma] - true[1] * (gamma + 1) / 2 for gamma in choices)  # every draft is kept
     assert lost == pytest.approx(AdaptiveGamma.BUDGET * sum(true[gamma] for gamma in choices), rel=0.25)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.03, 0.07, 0.2])
+def test_noise_costs_less_than_a_hundredth_where_no_draft_pays(loss):
+    """Steps vary by 5% and first measurements are wrong by 4%; runs are short."""
+    batch, kept, speeds = 16, 7, []
+    tokens = [1.0, 1 + 7 / 16, 1 + 7 / 16 + (7 / 16) ** 2]
+    true = {0: 1.0, 1: tokens[1] / (1 - loss), 2: tokens[2] / (0.95 - loss)}
+    for seed in range(20):
+        rng = random.Random(100 + seed)
+        measured = {(batch, gamma): seconds * exp(rng.gauss(0, 0.04)) for gamma, seconds in true.items()}
+        choices = _run(AdaptiveGamma(measured), batch, true, 700, noise=0.05, kept=kept, seed=seed)
+        speeds.append(sum(tokens[gamma] for gamma in choices) / sum(true[gamma] for gamma in choices))
+    assert sum(speeds) / len(speeds) > 0.99
 
 
 def test_a_choice_depends_on_nothing_but_batches_and_sums():

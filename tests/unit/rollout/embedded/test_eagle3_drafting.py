@@ -133,8 +133,8 @@ def test_costs_are_measured_with_the_draft_that_drafts(checkpoint, tmp_path, mon
     rollout = RolloutConfig(max_running=2, max_context=64, device="cpu")
     engine = EmbeddedEngine(rollout, spec, checkpoint)
     engine.close()
-    # 5 rounds of batches 1 and 2: gamma 1 catches up, gamma 2 drafts deeper once besides
-    assert len(calls) == 5 * 2 * (1 + 2)
+    # 1 + 5 rounds of batches 1 and 2: gamma 1 catches up, gamma 2 drafts deeper once besides
+    assert len(calls) == 6 * 2 * (1 + 2)
 
 
 def test_a_draft_needs_its_path_and_a_path_its_draft(checkpoint, tmp_path):
