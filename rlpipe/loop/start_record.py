@@ -21,7 +21,8 @@ _GIT_S = 10.0
 
 def record_start(run_dir: Path) -> dict[str, Any]:
     """Append this start to `starts.jsonl` of a run directory, and return its record."""
-    packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
+    described = [found.metadata for found in distributions()]  # each access parses a file
+    packages = {one["Name"]: one["Version"] for one in described if one["Name"]}
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

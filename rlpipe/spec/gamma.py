@@ -77,8 +77,11 @@ class AdaptiveGamma:
     Trials have a budget. Each step adds a share `BUDGET` of its time, and a trial begins when the budget
     covers its expected loss. A trial can lose more than expected, for example if a draft model must first
     read tokens that it has missed; the next trial then waits until the budget covers that loss, too. The
-    first trials of each neighbour do not wait. A larger gamma than the one in use must promise `margin` more
-    throughput; a smaller one need only be faster, since fewer drafts are never paid for in vain.
+    first trials of each neighbour do not wait. A part of the budget is for all gammas in turn, in case wrong
+    costs of the neighbours hide a better one; the neighbours do not wait for it.
+
+    The gamma in use changes only if this promises `margin` more throughput. Doing without drafts need only be
+    faster, so that drafts that do not pay are given up at once.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)
@@ -97,7 +100,7 @@ class AdaptiveGamma:
     OUTLIER = 1.5  # slower steps count as if they took this many times the expected duration
     BUDGET, MAX_STEPS = 0.005, 16  # share of the time for trials; bound of savings and debts, in steps
     FREE_TRIALS, MIN_INTERVAL = 2, 8  # free trials of a neighbour; minimum steps between two trials
-    FAR = 4  # every FAR-th trial takes any gamma, so that neighbours with wrong costs hide no better gamma
+    SHARES = 0.75, 0.25  # of the budget, for neighbours, and for gammas in turn, which neighbours might hide
 
     def __init__(
         self, seconds: Mapping[tuple[int, int], float], *, prior: float = 0.75, margin: float = 0.02
@@ -115,10 +118,12 @@ class AdaptiveGamma:
         self._last: dict[int, int] = {}  # choice by batch bucket
         self._pace: dict[int, float] = {}  # log of measured over expected seconds, by batch bucket
 
-        self._saved = 0.0  # seconds saved for trials
+        self._saved = [0.0, 0.0]  # seconds saved for trials of neighbours, and of any gamma
         self._since = 0  # steps since the last trial began
         self._trial = 0, 0  # (bucket, gamma) of the last trial
         self._left = 0  # remaining steps of this trial
+        self._purse = 0  # what the last trial was paid from
+        self._far = 0  # trials of any gamma so far, which take gammas in turn
         self._trials: Counter[tuple[int, int]] = Counter()  # trials begun, by (bucket, gamma)
         self._lessons: Counter[tuple[int, int]] = Counter()  # cost corrections, by (bucket, gamma)
         self._upwards = False  # whether the last trial was of a larger gamma
@@ -146,7 +151,7 @@ class AdaptiveGamma:
         bucket, speeds = _bucket(batch), self._speeds(batch)
         best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
-        if best > last and speeds[best] < (1 + self._margin) * speeds[last]:
+        if best and speeds[best] < (1 + self._margin) * speeds[last]:
             best = last
         self._last[bucket] = best
 
@@ -154,7 +159,9 @@ class AdaptiveGamma:
         self._since += 1
         cost = self._costs(batch)[best]
         bound = self.MAX_STEPS * cost
-        self._saved = min(max(self._saved, -bound) + self.BUDGET * cost, bound)
+        for purse, share in enumerate(self.SHARES):
+            saved = max(self._saved[purse], -bound) + share * self.BUDGET * cost
+            self._saved[purse] = min(saved, bound)
 
         # A trial continues for its number of steps.
         if self._left and self._trial[0] == bucket:
@@ -189,7 +196,7 @@ class AdaptiveGamma:
         if before != (bucket, gamma):
             # The loss in the first step of a trial is subtracted from the budget.
             if pace is not None and gamma != self._last.get(bucket):
-                self._saved -= max(0.0, seconds / exp(pace) - self._costs(batch)[gamma])
+                self._saved[self._purse] -= max(0.0, seconds / exp(pace) - self._costs(batch)[gamma])
             return
 
         # Steps with the gamma in use update the pace. Other steps correct their gamma's cost relative to it.
@@ -217,27 +224,32 @@ class AdaptiveGamma:
 
     def _explore(self, batch: int, used: int, speeds: Sequence[float]) -> int:
         """Return a gamma to try, mostly `used` + 1 or `used` - 1 in turn; `used` if no trial is due."""
-        upwards = used < self._max and not (self._upwards and used)
-        near = min(used + 1, self._max) if upwards else max(used - 1, 0)
-        turn, position = divmod(self._trials.total(), self.FAR)
-        far = turn % (self._max + 1) if position == self.FAR - 1 else used
-        gamma = near if far == used else far
-
-        # A deeper draft needs enough rows to estimate its acceptance; shallower depths are already known.
-        steps = max(2, self.RECENT // batch) if gamma == used + 1 else 2
-        costs, trial = self._costs(batch), (_bucket(batch), gamma)
-        lost = steps * costs[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
-        lost = min(lost, self.MAX_STEPS * costs[used])
-        free = gamma == near and self._trials[trial] < self.FREE_TRIALS
-        if gamma == used or self._since < self.MIN_INTERVAL or (lost > self._saved and not free):
-            self._left = 0
+        self._left = 0
+        if self._since < self.MIN_INTERVAL:
             return used
 
-        if not free:
-            self._saved -= lost
-        self._upwards, self._trial, self._left, self._since = gamma > used, trial, steps - 1, 0
-        self._trials[trial] += 1
-        return gamma
+        # Neighbours do not wait until a trial of a much slower gamma can be paid for.
+        bucket, upwards = _bucket(batch), used < self._max and not (self._upwards and used)
+        near, far = min(used + 1, self._max) if upwards else max(used - 1, 0), self._far % (self._max + 1)
+        for purse, gamma in ((1, far), (0, near)):
+            # A deeper draft needs enough rows to estimate its acceptance; shallower depths are already known.
+            steps = max(2, self.RECENT // batch) if gamma == used + 1 else 2
+            costs = self._costs(batch)
+            lost = steps * costs[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
+            lost = min(lost, self.MAX_STEPS * costs[used])
+            free = gamma == near and self._trials[bucket, gamma] < self.FREE_TRIALS
+            if gamma == used or (lost > self._saved[purse] and not free):
+                continue
+
+            if not free:
+                self._saved[purse] -= lost
+            self._far += purse
+            self._upwards, self._purse = gamma > used, purse
+            self._trial, self._left, self._since = (bucket, gamma), steps - 1, 0
+            self._trials[bucket, gamma] += 1
+            return gamma
+        self._far += far == used
+        return used
 
     def _speeds(self, batch: int) -> list[float]:
         """Predict the tokens per second of one row, by gamma."""
