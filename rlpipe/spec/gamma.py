@@ -231,10 +231,10 @@ class AdaptiveGamma:
         # Neighbours do not wait until a trial of a much slower gamma can be paid for.
         bucket, upwards = _bucket(batch), used < self._max and not (self._upwards and used)
         near, far = min(used + 1, self._max) if upwards else max(used - 1, 0), self._far % (self._max + 1)
+        costs = self._costs(batch)
         for purse, gamma in ((1, far), (0, near)):
             # A deeper draft needs enough rows to estimate its acceptance; shallower depths are already known.
             steps = max(2, self.RECENT // batch) if gamma == used + 1 else 2
-            costs = self._costs(batch)
             lost = steps * costs[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
             lost = min(lost, self.MAX_STEPS * costs[used])
             free = gamma == near and self._trials[bucket, gamma] < self.FREE_TRIALS

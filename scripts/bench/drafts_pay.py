@@ -122,14 +122,15 @@ def main() -> int:
             rows = {arm: summary(speeds[arm], total(counts[arm])) for arm in specs}
             ratios = {arm: round(paired_ratio(speeds[arm], speeds["none"]), 3) for arm in specs}
             paired = [a / b for a, b in zip(speeds["adaptive"], speeds["none"], strict=True)]
+            interval = median_interval(paired)
             best = max(ratios[arm] for arm in specs if arm != "adaptive")
             results[f"T={temperature}, batch {batch}"] = {
                 "arms": rows,
                 "over none": ratios,
-                "adaptive over none, 95% interval": median_interval(paired),
+                "adaptive over none, 95% interval": interval,
                 "adaptive over best": round(ratios["adaptive"] / best, 3),
             }
-            print(f"T={temperature}, batch {batch}: {ratios} {median_interval(paired)}", flush=True)
+            print(f"T={temperature}, batch {batch}: {ratios} {interval}", flush=True)
         for arm in running.values():
             arm.close()
 
