@@ -21,7 +21,7 @@ FILES = {
     "rlpipe": ["py.typed"],
     "rlpipe.metrics": ["catalogue.toml"],
     "rlpipe.report": ["page.*", "live.js", "plots.toml"],
-    "rlpipe.rollout.embedded": ["amx.c"],
+    "rlpipe.rollout.embedded": ["cpu_kernels.c"],
 }
 
 setup(

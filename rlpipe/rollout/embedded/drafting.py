@@ -22,7 +22,7 @@ import torch
 
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.drafts.kinds import DRAFTERS
-from rlpipe.rollout.embedded.amx import ChainStart
+from rlpipe.rollout.embedded.cpu_kernels import ChainStart
 from rlpipe.rollout.embedded.depths import draft_deeper
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable

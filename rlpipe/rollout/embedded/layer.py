@@ -9,8 +9,8 @@ import torch
 
 from rlpipe.models import Architecture
 from rlpipe.models.base import ROUTER_BIAS
-from rlpipe.rollout.embedded import amx
-from rlpipe.rollout.embedded.amx import WholeLayer
+from rlpipe.rollout.embedded import cpu_kernels
+from rlpipe.rollout.embedded.cpu_kernels import WholeLayer
 from rlpipe.rollout.embedded.latent import LatentOutput, LatentProjection
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
@@ -27,13 +27,13 @@ class Layer:
     output: Linear | LatentOutput
     post_norm: torch.Tensor
     mlp: GatedMlp | Mixture
-    whole: WholeLayer | None = None  # for `amx.Kernels.run_layers`
+    whole: WholeLayer | None = None  # for `cpu_kernels.Kernels.run_layers`
 
 
 def whole_layer(layer: Layer, arch: Architecture) -> WholeLayer | None:
     """Return what runs a layer in one call, valid while the layer lives; None if that is not possible."""
     mlp = layer.mlp
-    if not amx.fits(arch) or not isinstance(mlp, GatedMlp):
+    if not cpu_kernels.fits(arch) or not isinstance(mlp, GatedMlp):
         return None
     products = layer.qkv, layer.output, mlp.gate_up, mlp.down
     linear = [product.described() for product in products if isinstance(product, Linear)]

@@ -1,11 +1,11 @@
 """Matrix products of the engine: the fastest CPU kernel for each size, F.linear on other devices.
 
-In bfloat16 with AMX, products of a few rows use our kernel (`amx`) and others F.linear, both with the weight
-as it is stored.
+In bfloat16 with AVX-512, products of a few rows use our kernel (`cpu_kernels`) and others F.linear, both with
+the weight as it is stored.
 
 PyTorch's float32 F.linear uses MKL, which on some CPUs uses only AVX2. There oneDNN with a prepacked weight
 is up to 2.2x faster for a few dozen rows or more. It has a fixed cost of about 8 us, so small products stay
-with MKL. bfloat16 without AMX gains from prepacking at every size.
+with MKL. bfloat16 without these kernels gains from prepacking at every size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.config.rollout import PACKED_FROM
-from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded import cpu_kernels
 from rlpipe.rollout.embedded.huge_pages import HugePages
 
 _PACK_FOR_ROWS = 32
@@ -39,7 +39,11 @@ class Linear:
         self._packed_from = float("inf")  # number of rows from which the prepacked weight is used
 
         # `kernels`: those that compute the products of few rows, None for torch's.
-        self.kernels = amx.usable(weight.device, weight.dtype) if amx.Kernels.can_multiply(weight) else None
+        self.kernels = (
+            cpu_kernels.usable(weight.device, weight.dtype)
+            if cpu_kernels.Kernels.can_multiply(weight)
+            else None
+        )
         if self.kernels is not None:
             self.weight = _PAGES.copy(weight)
         elif weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
@@ -54,15 +58,15 @@ class Linear:
         if self._packed_from <= 1:
             self.weight = None
 
-    def described(self) -> amx.Product | None:
-        """Return the product for `amx.Kernels.run_layers`, valid while this lives; None without kernels."""
+    def described(self) -> cpu_kernels.Product | None:
+        """Return the product for `Kernels.run_layers`, valid while this lives; None without kernels."""
         if self.kernels is None or self.weight is None:
             return None
         bias = None if self.bias is None else self.bias.data_ptr()
-        return amx.Product(self.weight.data_ptr(), bias, *self.weight.shape)
+        return cpu_kernels.Product(self.weight.data_ptr(), bias, *self.weight.shape)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kernels is not None and self.weight is not None and len(x) <= amx.MANY_ROWS:
+        if self.kernels is not None and self.weight is not None and len(x) <= cpu_kernels.MANY_ROWS:
             return self.kernels.linear(x, self.weight, self.bias)
         if self.weight is None or x.shape[0] >= self._packed_from:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")

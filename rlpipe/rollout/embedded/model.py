@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.models import Architecture
-from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded import cpu_kernels
 from rlpipe.rollout.embedded.attention import (
     attend,
     attend_products,
@@ -120,7 +120,7 @@ class Model:
         self.target_cache = self.cache[: arch.layers]
 
         # Kernels for everything but the products, which choose theirs; None for torch's.
-        self._kernels = amx.usable(device, dtype) if amx.fits(arch) else None
+        self._kernels = cpu_kernels.usable(device, dtype) if cpu_kernels.fits(arch) else None
 
         # Where each key and value head of a row begins in the flat cache of a layer.
         self._flat = self.cache.view(layers, -1, head_dim)
@@ -172,7 +172,9 @@ class Model:
         for index in range(self.arch.layers):
             self.layers.append(self.layer(get, weights, f"model.layers.{index}."))
         whole = [layer.whole for layer in self.layers if layer.whole is not None]
-        self._whole = (amx.WholeLayer * len(whole))(*whole) if len(whole) == len(self.layers) else None
+        self._whole = (
+            (cpu_kernels.WholeLayer * len(whole))(*whole) if len(whole) == len(self.layers) else None
+        )
         if self.draft_model is None:
             self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
 
@@ -204,7 +206,7 @@ class Model:
         batch, width = positions.shape
         few = use_products(width, self.device)
         products = few and self._kernels is None
-        own = self._kernels is not None and (few or batch * width <= amx.MANY_ROWS)
+        own = self._kernels is not None and (few or batch * width <= cpu_kernels.MANY_ROWS)
 
         contexts, context = np.broadcast_to(context, batch), int(np.max(context))
         seen = self.cache[:, :, first : first + batch, :, :context]
@@ -313,14 +315,14 @@ class Model:
         return self.mtp_layers[depth].step(self, depth, tokens, hidden, spans, selects)
 
     def draft_chain(
-        self, start: amx.ChainStart, span: Span
+        self, start: cpu_kernels.ChainStart, span: Span
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Draft a chain in one call, see `amx.Kernels.draft_chain`; None if no kernels can do so."""
+        """Draft a chain in one call, see `cpu_kernels.Kernels.draft_chain`; None if no kernels can do so."""
         if self.draft_model is not None or self.depths != 1:
             return None
         kernels, whole = self.whole_kernels(start.states, [span]), self.mtp_layers[0].whole
         head = self._draft_head.described()
-        if kernels is None or whole is None or head is None or head.outputs % amx.LANES:
+        if kernels is None or whole is None or head is None or head.outputs % cpu_kernels.LANES:
             return None
         return kernels.draft_chain(
             whole,
@@ -403,12 +405,12 @@ class Model:
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
 
-    def whole_kernels(self, x: torch.Tensor, spans: Sequence[Span]) -> amx.Kernels | None:
+    def whole_kernels(self, x: torch.Tensor, spans: Sequence[Span]) -> cpu_kernels.Kernels | None:
         """Return the kernels if they can run whole layers over the tokens of a pass, x [N, H].
 
         With few tokens, Python takes as long as the kernels between two calls.
         """
-        plain = len(spans) == 1 and len(x) <= amx.MANY_ROWS and spans[0].contexts is not None
+        plain = len(spans) == 1 and len(x) <= cpu_kernels.MANY_ROWS and spans[0].contexts is not None
         return self._kernels if plain else None
 
     def _project(

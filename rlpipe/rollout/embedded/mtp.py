@@ -14,7 +14,7 @@ import torch
 
 from rlpipe.models.base import Layout
 from rlpipe.models.checkpoint import mtp_prefix
-from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded import cpu_kernels
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.span import Span, flat_index
 
@@ -31,7 +31,7 @@ class MtpLayer:
     hidden_norm: torch.Tensor
     joined: Linear
     final_norm: torch.Tensor
-    whole: amx.WholeDraft | None = None  # for `amx.Kernels.run_draft`
+    whole: cpu_kernels.WholeDraft | None = None  # for `cpu_kernels.Kernels.run_draft`
 
     @classmethod
     def read(cls, model: Model, weights: Mapping[str, torch.Tensor], index: int) -> MtpLayer:
@@ -46,7 +46,7 @@ class MtpLayer:
         layer, product = made.layer.whole, made.joined.described()
         if layer is not None and product is not None:
             norms = (norm.data_ptr() for norm in (hidden_norm, token_norm, final_norm))
-            made.whole = amx.WholeDraft(layer, product, *norms)
+            made.whole = cpu_kernels.WholeDraft(layer, product, *norms)
         return made
 
     def step(

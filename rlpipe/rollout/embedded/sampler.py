@@ -1,4 +1,4 @@
-"""Distributions and samples of the engine: our kernels in bfloat16 on CPUs with AMX, torch elsewhere.
+"""Distributions and samples of the engine: our kernels in bfloat16 on CPUs with AVX-512, torch elsewhere.
 
 With 49k tokens and a single row, torch's passes over the vocabulary take a tenth of a decode step.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded import cpu_kernels
 from rlpipe.spec.sampling import log_probs, sample_cdf, softmax
 
 
@@ -33,7 +33,7 @@ class Sampler:
     """Computes distributions from logits of a model on `device` in `dtype`, and samples from them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._kernels = amx.usable(device, dtype)
+        self._kernels = cpu_kernels.usable(device, dtype)
 
     def distributions(self, logits: torch.Tensor, temperature: torch.Tensor | None) -> Distributions:
         """Compute the distributions of logits [N, V]; temperature: [N], or None for 1."""
@@ -53,6 +53,6 @@ class Sampler:
         kernels = self.kernels_for(weights)
         return sample_cdf(weights, uniforms) if kernels is None else kernels.sample(weights, uniforms)
 
-    def kernels_for(self, rows: torch.Tensor) -> amx.Kernels | None:
+    def kernels_for(self, rows: torch.Tensor) -> cpu_kernels.Kernels | None:
         """Return the kernels if they can read rows over this vocabulary, [..., V]."""
-        return None if rows.shape[-1] % amx.LANES else self._kernels
+        return None if rows.shape[-1] % cpu_kernels.LANES else self._kernels

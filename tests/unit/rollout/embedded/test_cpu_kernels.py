@@ -1,10 +1,12 @@
 """The CPU kernels of a decode step against torch in float32, and a model that uses them against one without.
 
-They exist only on CPUs with AMX; elsewhere the engine uses torch's operations, which the other tests compare.
+They exist only on CPUs with AVX-512; elsewhere the engine uses torch's operations, which other tests compare.
+The code for AMX is tested on every one of them: without AMX, its instructions are functions in C.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import resource
 from collections.abc import Iterator
@@ -20,11 +22,12 @@ from rlpipe.config.draft_vocab import write_table
 from rlpipe.config.openmp import release_threads
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.rollout.embedded import amx
+from rlpipe.rollout.embedded import cpu_kernels
 from rlpipe.rollout.embedded.huge_pages import HugePages
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import sample_cdf
 from rlpipe.spec.verify import verify_chain
+from tests.helpers.cli import ROOT
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.engines import request
 from tests.helpers.kernel_cases import random_case
@@ -33,9 +36,35 @@ from tests.helpers.verification_law import PremiseBroken, Process, emitted_law
 from tests.helpers.wrong_verifiers import CHAIN_MUTANTS
 
 pytestmark = pytest.mark.unit
-HAS_AMX = torch.cpu._is_amx_tile_supported()
-with_amx = pytest.mark.skipif(not HAS_AMX, reason="this CPU has no AMX")
+HAS_KERNELS = torch.cpu._is_avx512_supported()
+PROCESSORS = {"skylake-avx512": (), "sapphirerapids": ()}
+if not torch.cpu._is_amx_tile_supported():
+    software = ROOT / "tests" / "helpers" / "amx_in_software.h"
+    PROCESSORS["sapphirerapids"] = ("-march=skylake-avx512", "-D__AMX_BF16__", "-include", str(software))
 ROUNDING = 2**-8  # relative, of bfloat16
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory) -> dict[str, cpu_kernels.Kernels]:
+    """The kernels compiled for each processor."""
+    folder, made = tmp_path_factory.mktemp("kernels"), {}
+    for processor, software in PROCESSORS.items():
+        path = folder / f"{processor}.so"
+        cpu_kernels._compile(path, software or (f"-march={processor}",))
+        made[processor] = cpu_kernels.Kernels(ctypes.CDLL(str(path)))
+    return made
+
+
+@pytest.fixture(params=PROCESSORS)
+def compiled(request, monkeypatch):
+    """Let the engine use the kernels of one processor."""
+    if not HAS_KERNELS:
+        pytest.skip("this CPU has no AVX-512")
+    library = request.getfixturevalue("libraries")[request.param]
+    monkeypatch.setattr(cpu_kernels, "kernels", lambda: library)
+
+
+with_kernels = pytest.mark.usefixtures("compiled")
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -58,43 +87,43 @@ def _assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(ours.float(), exact, rtol=ROUNDING, atol=1e-4)
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (50, 64), (96, 576), (71, 1536)])
 def test_products_equal_float32(outputs, inputs, threads):
     weight, bias = HugePages().copy(_random(outputs, inputs)), _random(outputs, seed=1)
     with _threads(threads):
-        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50, amx.MANY_ROWS):
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50, cpu_kernels.MANY_ROWS):
             x = _random(rows, inputs, seed=rows)
             for added in (None, bias):
-                ours = amx.kernels().linear(x, weight, added)
+                ours = cpu_kernels.kernels().linear(x, weight, added)
                 _assert_rounded_once(
                     ours, F.linear(x.float(), weight.float(), added if added is None else added.float())
                 )
 
 
-@with_amx
+@with_kernels
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     weight, x = _random(64, 96), _random(40, 96, seed=1)
-    every = amx.kernels().linear(x, weight, None)
+    every = cpu_kernels.kernels().linear(x, weight, None)
     for row in (0, 17, 39):
-        assert torch.equal(amx.kernels().linear(x[row : row + 1], weight, None)[0], every[row])
+        assert torch.equal(cpu_kernels.kernels().linear(x[row : row + 1], weight, None)[0], every[row])
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("rows", [1, 40])
 def test_norm_and_gate_equal_float32(rows):
     x, weight = _random(rows, 576) * 3, _random(576, seed=1)
     exact = F.rms_norm(x.float(), (576,), weight.float(), 1e-5)
-    _assert_rounded_once(amx.kernels().rms_norm(x, weight, 1e-5), exact)
+    _assert_rounded_once(cpu_kernels.kernels().rms_norm(x, weight, 1e-5), exact)
 
     both = torch.cat((_random(rows, 512) * 8, _random(rows, 512, seed=2)), -1)
     both[0, :4] = torch.tensor([0.0, -90.0, 90.0, -3e38])
     gate, up = both.float().chunk(2, -1)
-    _assert_rounded_once(amx.kernels().gate(both), F.silu(gate) * up)
+    _assert_rounded_once(cpu_kernels.kernels().gate(both), F.silu(gate) * up)
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("partial", [False, True])
 def test_keys_and_values_are_rotated_and_stored(partial):
     rows, heads, kv_heads, size = 5, 4, 2, 64
@@ -107,13 +136,13 @@ def test_keys_and_values_are_rotated_and_stored(partial):
     exact = qkv.float()
     turned = torch.view_as_complex(exact[:, :6, :width].unflatten(-1, (-1, 2)).contiguous()) * rotation
     exact[:, :6, :width] = torch.view_as_real(turned).flatten(-2)
-    amx.kernels().rotate_and_store(qkv, rotation, slots, cache, heads=heads, turned=heads + kv_heads)
+    cpu_kernels.kernels().rotate_and_store(qkv, rotation, slots, cache, heads=heads, turned=heads + kv_heads)
     _assert_rounded_once(qkv, exact)
     assert torch.equal(cache[slots], qkv[:, heads:].reshape(-1, size))
     assert (cache != 0).any(1).sum() == len(slots)
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize("width", [1, 2, 8, 37])
 @pytest.mark.parametrize("size", [32, 64, 128])
@@ -131,7 +160,7 @@ def test_attention_equals_float32(size, width, group):
     seen[..., 0] = True
     seen &= torch.arange(40) < contexts[:, None, None]
     mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    ours = amx.kernels().attend(query, keys, values, mask=mask, contexts=contexts, scale=0.2)
+    ours = cpu_kernels.kernels().attend(query, keys, values, mask=mask, contexts=contexts, scale=0.2)
 
     scores = torch.einsum(
         "bqhgd,bhld->bhgql", query.float().view(4, width, kv_heads, group, size), keys.float()
@@ -141,32 +170,33 @@ def test_attention_equals_float32(size, width, group):
     torch.testing.assert_close(ours.float(), exact.reshape(4 * width, -1), rtol=2 * ROUNDING, atol=2e-3)
 
 
-@with_amx
+@with_kernels
 def test_a_nan_is_not_hidden():
     cache, query = _random(2, 1, 1, 20, 32), _random(1, 2, 32, seed=1)
     cache[0, 0, 0, 5] = float("nan")  # a key
     limits = {"mask": torch.zeros(1, 1, 20), "contexts": torch.tensor([20]), "scale": 1.0}
-    assert amx.kernels().attend(query, cache[0], cache[1], **limits).isnan().all()
-    assert amx.kernels().gate(torch.full((1, 64), float("nan"), dtype=torch.bfloat16)).isnan().all()
+    assert cpu_kernels.kernels().attend(query, cache[0], cache[1], **limits).isnan().all()
+    assert cpu_kernels.kernels().gate(torch.full((1, 64), float("nan"), dtype=torch.bfloat16)).isnan().all()
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("temperatures", [None, [0.7, 1.0, 3.0]])
 @pytest.mark.parametrize("vocab", [16, 4112])
 def test_distributions_equal_float64(vocab, temperatures):
     logits = _random(3, vocab) * torch.tensor([1.0, 8.0, 100.0]).bfloat16()[:, None]
     divisor = None if temperatures is None else torch.tensor(temperatures)
-    log_p, p, entropies = amx.kernels().distributions(logits, divisor)
+    log_p, p, entropies = cpu_kernels.kernels().distributions(logits, divisor)
     scaled = logits.double() / (1.0 if divisor is None else divisor.double()[:, None])
     exact = scaled.log_softmax(-1)
     torch.testing.assert_close(log_p.double(), exact, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(p.double(), exact.exp(), rtol=2e-5, atol=1e-12)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(-1), rtol=1e-5, atol=1e-5)
-    assert torch.equal(amx.kernels().softmax(logits, divisor), p)
-    assert torch.equal(amx.kernels().softmax(logits[1:2], None if divisor is None else divisor[1:2])[0], p[1])
+    assert torch.equal(cpu_kernels.kernels().softmax(logits, divisor), p)
+    second = None if divisor is None else divisor[1:2]
+    assert torch.equal(cpu_kernels.kernels().softmax(logits[1:2], second)[0], p[1])
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("vocab", [16, 1024, 3088])
 def test_both_ends_of_every_interval_of_a_cdf_give_its_token(vocab):
     """A third of the tokens has no weight, the first and last ones too."""
@@ -177,22 +207,22 @@ def test_both_ends_of_every_interval_of_a_cdf_give_its_token(vocab):
     starts = torch.cat((torch.zeros(1, dtype=torch.float64), cdf[tokens[:-1]] + 1e-11))
     for uniforms in (starts, cdf[tokens] - 1e-11):
         rows = weights.expand(len(tokens), -1)
-        assert torch.equal(amx.kernels().sample(rows, uniforms), tokens)
-        assert torch.equal(amx.kernels().sample(rows, uniforms), sample_cdf(rows, uniforms))
+        assert torch.equal(cpu_kernels.kernels().sample(rows, uniforms), tokens)
+        assert torch.equal(cpu_kernels.kernels().sample(rows, uniforms), sample_cdf(rows, uniforms))
     ends = torch.tensor([1.0, 1 - 2**-53], dtype=torch.float64)
-    assert amx.kernels().sample(weights.expand(2, -1), ends).tolist() == [tokens[-1]] * 2
+    assert cpu_kernels.kernels().sample(weights.expand(2, -1), ends).tolist() == [tokens[-1]] * 2
 
 
-@with_amx
+@with_kernels
 def test_a_nan_among_logits_or_weights_is_not_hidden():
     logits = _random(1, 64)
     logits[0, 5] = float("nan")
-    assert all(column.isnan().all() for column in amx.kernels().distributions(logits, None))
+    assert all(column.isnan().all() for column in cpu_kernels.kernels().distributions(logits, None))
     weights = torch.ones(1, 2048)
     weights[0, 1500] = float("nan")
     for bad in (weights, torch.zeros(1, 16)):
         with pytest.raises(RuntimeError, match="1 distributions have no mass or a NaN"):
-            amx.kernels().sample(bad, torch.tensor([0.1], dtype=torch.float64))
+            cpu_kernels.kernels().sample(bad, torch.tensor([0.1], dtype=torch.float64))
 
 
 def _chain(drafts, q, p, coins, residual, *, ids=None):
@@ -202,7 +232,7 @@ def _chain(drafts, q, p, coins, residual, *, ids=None):
         q = F.pad(q, (0, p.shape[-1] - q.shape[-1]))
     else:
         q, drafts = q[..., ids].contiguous(), torch.searchsorted(ids, drafts).clamp(max=len(ids) - 1)
-    return amx.kernels().verify_chain(drafts, q, p, coins, residual, ids=ids)
+    return cpu_kernels.kernels().verify_chain(drafts, q, p, coins, residual, ids=ids)
 
 
 def _dyadic(vocab: int, depths: int, seed: int, among: list[int] | None = None) -> Process:
@@ -219,7 +249,7 @@ def _dyadic(vocab: int, depths: int, seed: int, among: list[int] | None = None) 
     return Process(probs)
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize(("vocab", "gamma"), [(5, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_the_chain_kernel_emits_exactly_the_joint_law_of_the_target(vocab, gamma, reduced):
@@ -231,7 +261,7 @@ def test_the_chain_kernel_emits_exactly_the_joint_law_of_the_target(vocab, gamma
     assert (law - target.joint(gamma + 1)).abs().max() < 1e-12
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("mutant", sorted(CHAIN_MUTANTS.keys() - {"bfloat16_q"}))
 def test_the_exact_law_catches_a_wrong_rule_with_these_laws(mutant):
     """But for one that rounds to bfloat16, which holds multiples of 1/64."""
@@ -244,7 +274,7 @@ def test_the_exact_law_catches_a_wrong_rule_with_these_laws(mutant):
     assert (law - target.joint(3)).abs().max() > 1e-4
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(("batch", "gamma", "vocab"), [(200, 3, 64), (7, 2, 4112)])
 def test_the_chain_kernel_gives_the_verdicts_of_torch(batch, gamma, vocab, reduced):
@@ -266,7 +296,7 @@ def test_the_chain_kernel_gives_the_verdicts_of_torch(batch, gamma, vocab, reduc
     assert torch.equal(ours.accept_prob, wanted.accept_prob)
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize(("p", "q"), [(0.5, float("nan")), (float("nan"), 0.5), (0.5, 0.0), (0.0, 0.5)])
 def test_the_chain_kernel_gives_the_verdicts_of_torch_at_the_ends(p, q):
     """NaN is never accepted, nor p = 0; a residual without mass falls back to the target."""
@@ -298,7 +328,7 @@ FAMILIES = {
 }
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, monkeypatch, name):
@@ -310,7 +340,7 @@ def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, m
     path = write_random_checkpoint(tmp_path, **{"head_dim": 32} | FAMILIES[name] | sizes)
     exact = _states(path, torch.float32)
     ours = _states(path, torch.bfloat16)
-    monkeypatch.setattr(amx, "kernels", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "kernels", lambda: None)
     torchs = _states(path, torch.bfloat16)
     for own, other, true in zip(ours, torchs, exact, strict=True):
         error, usual = ((x.float() - true).square().mean(-1) for x in (own, other))
@@ -319,7 +349,7 @@ def test_a_model_is_as_close_to_float32_as_with_the_kernels_of_torch(tmp_path, m
         assert error < 0.2 * true.square().mean().sqrt()
 
 
-@with_amx
+@with_kernels
 @torch.inference_mode()
 def test_verifying_several_tokens_computes_the_bits_of_one_after_the_other(tmp_path):
     """So a draft changes no distribution, not even by rounding."""
@@ -346,7 +376,7 @@ def test_verifying_several_tokens_computes_the_bits_of_one_after_the_other(tmp_p
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("reduced", [False, True])
 def test_greedy_turns_with_drafts_are_those_without_to_the_last_bit(tmp_path, reduced):
     """reduced: the draft can propose a third of the tokens."""
@@ -366,7 +396,7 @@ def test_greedy_turns_with_drafts_are_those_without_to_the_last_bit(tmp_path, re
         assert plain.entropies.tobytes() == drafted.entropies.tobytes()
 
 
-@with_amx
+@with_kernels
 @pytest.mark.parametrize("count, gamma, reduced", [(1, 1, False), (1, 4, True), (4, 2, False), (40, 3, True)])
 def test_a_chain_in_one_call_is_the_chain_of_single_calls_to_the_last_bit(
     tmp_path, monkeypatch, count, gamma, reduced
@@ -440,11 +470,11 @@ def test_without_a_compiler_the_engine_says_so_and_goes_on(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     with caplog.at_level(logging.WARNING):
-        assert amx.kernels.__wrapped__() is None
+        assert cpu_kernels.kernels.__wrapped__() is None
     assert "no-such-compiler" in caplog.text
 
     monkeypatch.setenv("CC", "false")
-    assert amx.kernels.__wrapped__() is None
+    assert cpu_kernels.kernels.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -459,10 +489,10 @@ def test_memory_in_huge_pages_is_zeroed_and_aligned(shape):
     assert torch.equal(pages.copy(torch.arange(6).view(2, 3).T), torch.arange(6).view(2, 3).T)
 
 
-@with_amx
+@with_kernels
 def test_threads_that_end_leave_no_memory_behind():
     """The engine ends the threads of torch whenever it is idle; so the kernels keep nothing for them."""
-    kernels, query, cache = amx.kernels(), _random(16, 16, 32), _random(2, 16, 1, 4096, 32)
+    kernels, query, cache = cpu_kernels.kernels(), _random(16, 16, 32), _random(2, 16, 1, 4096, 32)
     limits = {"mask": torch.zeros(16, 1, 4096), "contexts": torch.full((16,), 4096), "scale": 1.0}
 
     def resident_after(rounds: int) -> int:

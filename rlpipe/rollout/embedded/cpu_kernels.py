@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,7 @@ LANES = 16  # distributions are over a multiple of it
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _COMPILERS = ("gcc", "cc")
-_FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-fPIC", f"-DMOST_CHANNELS={MOST_CHANNELS}")
+_FLAGS = ("-O3", "-fopenmp", "-fPIC", f"-DMOST_CHANNELS={MOST_CHANNELS}")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
     "linear": [_POINTER] * 5 + [_LONG] * 3,
@@ -406,14 +407,14 @@ def usable(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 @cache
 def kernels() -> Kernels | None:
     """Compile and load the kernels, or load them from the cache; None if this machine cannot have them."""
-    if sys.platform != "linux" or not torch.cpu._is_amx_tile_supported() or not torch.cpu._init_amx():
+    processor = _processor()
+    if processor is None:
         return None
-    source = _SOURCE.read_bytes()
-    version = hashlib.sha256(source + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    path = user_cache() / "kernels" / f"amx-{version}.so"
+    version = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    path = user_cache() / "kernels" / f"{processor}-{version}.so"
     try:
         if not path.exists():
-            _compile(path)
+            _compile(path, [f"-march={processor}"])
         return Kernels(ctypes.CDLL(str(path)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
@@ -425,8 +426,20 @@ def kernels() -> Kernels | None:
         return None
 
 
-def _compile(path: Path) -> None:
-    """Compile the source to a shared library. Raises FileNotFoundError without a compiler."""
+def _processor() -> str | None:
+    """Return the processor to compile for, as compilers name it; None if the kernels cannot run here."""
+    if sys.platform != "linux":
+        return None
+    if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+        return "sapphirerapids"
+    return "skylake-avx512" if torch.cpu._is_avx512_supported() else None
+
+
+def _compile(path: Path, processor: Sequence[str]) -> None:
+    """Compile the source to a shared library; processor: flags that name it.
+
+    Raises FileNotFoundError without a compiler.
+    """
     compiler = os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), None)
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc, or set CC")
@@ -434,8 +447,8 @@ def _compile(path: Path) -> None:
     # Linked without an OpenMP runtime of its own, it uses the one that torch has loaded, and its threads.
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part, whole = Path(folder) / "amx.o", Path(folder) / "amx.so"
-        steps = [*_FLAGS, "-c", _SOURCE, "-o", part], ["-shared", part, "-lm", "-o", whole]
+        part, whole = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+        steps = [*_FLAGS, *processor, "-c", _SOURCE, "-o", part], ["-shared", part, "-lm", "-o", whole]
         for step in steps:
             subprocess.run([*compiler.split(), *step], check=True, capture_output=True, text=True)
         whole.replace(path)  # so that processes that compile at the same time do not meet

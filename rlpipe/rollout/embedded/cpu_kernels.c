@@ -80,29 +80,21 @@ typedef struct {
     const char *at, *end;  // of what it fetches
 } Stream;
 
-// Tiles 0 to 3 hold the sums of two tiles of outputs by two of input rows; 4 and 5 hold weights; 6 and 7
-// input rows.
-static void configure(long first, long second) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config;
-    memset(&config, 0, sizeof config);
-    config.palette = 1;
-    for (int tile = 0; tile < 8; tile++) {
-        config.rows[tile] = TILE;
-        config.bytes[tile] = tile == 4 || tile == 5 ? 4 * TILE : 4 * (tile % 2 ? second : first);
-    }
-    _tile_loadconfig(&config);
-}
-
 static __m512 widen(const bf16* from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((void*)from)), 16));
 }
 
+// Round to the nearest, ties to even.
 static void narrow(__m512 values, bf16* to) {
+#ifdef __AVX512BF16__
     _mm256_storeu_si256((void*)to, (__m256i)_mm512_cvtneps_pbh(values));
+#else
+    __m512i bits = _mm512_castps_si512(values), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+    __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((void*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+#endif
 }
 
 // Add bias and residual, if any, to a tile of sums [outputs, rows], and write it as y[row, output].
@@ -164,12 +156,18 @@ static int go_on(Stream* stream) {
     return 1;
 }
 
+// Return where the next bytes to fetch begin, or NULL if there are none.
+static const char* take(Stream* stream, long bytes) {
+    while (stream->at >= stream->end)
+        if (!go_on(stream)) return NULL;
+    stream->at += bytes;
+    return stream->at - bytes;
+}
+
 // Fetch the next lines.
 static void fetch(Stream* stream) {
-    while (stream->at >= stream->end)
-        if (!go_on(stream)) return;
-    for (long i = 0; i < BLOCK; i++) _mm_prefetch(stream->at + i * LINE, _MM_HINT_T1);
-    stream->at += BLOCK * LINE;
+    const char* from = take(stream, BLOCK * LINE);
+    for (long i = 0; from && i < BLOCK; i++) _mm_prefetch(from + i * LINE, _MM_HINT_T1);
 }
 
 // attention: of which the thread computes a share, or NULL.
@@ -206,11 +204,180 @@ static char* keep_for_threads(size_t bytes) {
     return keep(&kept, bytes * omp_get_max_threads());
 }
 
-// Arrange x[rows, inputs] for `multiply`: AMX takes pairs of columns as one number, and these with the rows
-// beside each other. A single row is in this order already. own: space for the result of this thread alone, or
+#ifdef __AMX_BF16__
+
+// AMX takes pairs of columns as one number, and these with the rows beside each other.
+enum { PAIRED = 1 };
+
+static long pair_at(long row, long pair, long rows, long pairs) { return pair * rows + row; }
+
+// Tiles 0 to 3 hold the sums of two tiles of outputs by two of input rows; 4 and 5 hold weights; 6 and 7
+// input rows.
+static void configure(long first, long second) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config;
+    memset(&config, 0, sizeof config);
+    config.palette = 1;
+    for (int tile = 0; tile < 8; tile++) {
+        config.rows[tile] = TILE;
+        config.bytes[tile] = tile == 4 || tile == 5 ? 4 * TILE : 4 * (tile % 2 ? second : first);
+    }
+    _tile_loadconfig(&config);
+}
+
+static void release(void) { _tile_release(); }
+
+// The products of BLOCK outputs, whose weights are given, with `left` of the rows, from `row` on, at most BLOCK:
+// sums[0] of the first tile of outputs with the first tile of rows, sums[1] with the second, if there is one, and
+// then the same of the second tile of outputs. stream: from which to fetch as many bytes as are read, or NULL.
+static void multiply_block(const bf16* weight, long inputs, const void* beside, long rows, long row, long left,
+                           float (*sums)[TILE * TILE], Stream* stream) {
+    const bf16 *upper = weight, *lower = weight + TILE * inputs;
+    int second = left > TILE;
+    _tile_zero(0);
+    _tile_zero(2);
+    if (second) {
+        _tile_zero(1);
+        _tile_zero(3);
+    }
+    for (long input = 0; input < inputs; input += STEP) {
+        const uint32_t* packed = (const uint32_t*)beside + input / 2 * rows + row;
+        _tile_loadd(4, upper + input, 2 * inputs);
+        _tile_loadd(5, lower + input, 2 * inputs);
+        _tile_loadd(6, packed, 4 * rows);
+        if (stream) fetch(stream);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if (second) {
+            _tile_loadd(7, packed + TILE, 4 * rows);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+
+    _tile_stored(0, sums[0], 4 * TILE);
+    _tile_stored(2, sums[2], 4 * TILE);
+    if (second) {
+        _tile_stored(1, sums[1], 4 * TILE);
+        _tile_stored(3, sums[3], 4 * TILE);
+    }
+}
+
+// sums[TILE, rows of TILE] = weight[TILE, inputs] beside^T.
+static void multiply_tile(const bf16* weight, long inputs, const uint32_t* beside, long rows, float* sums) {
+    _tile_zero(0);
+    for (long input = 0; input < inputs; input += STEP) {
+        _tile_loadd(4, weight + input, 2 * inputs);
+        _tile_loadd(6, beside + input / 2 * rows, 4 * rows);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, sums, 4 * TILE);
+}
+
+#else
+
+// Without AMX, rows stay as they are.
+enum { PAIRED = 0, FOUR = 4 };
+
+static long pair_at(long row, long pair, long rows, long pairs) { return row * pairs + pair; }
+
+static void configure(long first, long second) {}
+
+static void release(void) {}
+
+// The even and the odd elements of 32 numbers.
+static inline void split(const bf16* from, __m512* even, __m512* odd) {
+    __m512i pairs = _mm512_loadu_si512(from);
+    *even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    *odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+}
+
+// sums[FOUR, FOUR of TILE] = the sums of the elements of each of totals.
+static inline void add_up(__m512 totals[FOUR][FOUR], float* sums) {
+    __m512 lanes[FOUR];
+    for (int i = 0; i < FOUR; i++) {
+        // Each lane of 128 bits gets its part of the four sums.
+        __m512 *of = totals[i], first, second;
+        first = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
+        second = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
+        __m512d one = _mm512_castps_pd(first), two = _mm512_castps_pd(second);
+        lanes[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(one, two)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(one, two)));
+    }
+    for (int i = 0; i < FOUR; i += 2)
+        lanes[i / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(lanes[i], lanes[i + 1], 0x88),
+                                     _mm512_shuffle_f32x4(lanes[i], lanes[i + 1], 0xdd));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(lanes[0], lanes[1], 0x88),
+                               _mm512_shuffle_f32x4(lanes[0], lanes[1], 0xdd));
+    _mm_storeu_ps(sums, _mm512_castps512_ps128(all));
+    _mm_storeu_ps(sums + TILE, _mm512_extractf32x4_ps(all, 1));
+    _mm_storeu_ps(sums + 2 * TILE, _mm512_extractf32x4_ps(all, 2));
+    _mm_storeu_ps(sums + 3 * TILE, _mm512_extractf32x4_ps(all, 3));
+}
+
+// sums[FOUR, rows of TILE] = weight[FOUR, inputs] x[rows, inputs]^T; rows: a constant, at most FOUR. Each step fetches
+// FOUR lines from `ahead` on, which then grows by `apart` bytes. (Counts that are not constants cost registers.)
+static inline __attribute__((always_inline)) void multiply_few(const bf16* weight, long inputs, const bf16* x,
+                                                               const long rows, float* sums, const char* ahead,
+                                                               long apart) {
+    __m512 totals[FOUR][FOUR], even[FOUR], odd[FOUR], evens, odds;
+    for (int i = 0; i < FOUR; i++)
+        for (int row = 0; row < FOUR; row++) totals[i][row] = _mm512_setzero_ps();
+    for (long input = 0; input < inputs; input += STEP, ahead += apart) {
+        for (int i = 0; i < FOUR; i++) _mm_prefetch(ahead + i * LINE, _MM_HINT_T1);
+        for (int i = 0; i < FOUR; i++) split(weight + i * inputs + input, even + i, odd + i);
+        for (int row = 0; row < rows; row++) {
+            split(x + row * inputs + input, &evens, &odds);
+            for (int i = 0; i < FOUR; i++) {
+                totals[i][row] = _mm512_fmadd_ps(even[i], evens, totals[i][row]);
+                totals[i][row] = _mm512_fmadd_ps(odd[i], odds, totals[i][row]);
+            }
+        }
+    }
+    add_up(totals, sums);
+}
+
+// The same for the first FOUR of `left` rows. lines: to fetch from the stream at each step.
+static void multiply_four(const bf16* weight, long inputs, const bf16* x, long left, float* sums, Stream* stream,
+                          long lines) {
+    long apart = LINE * lines;
+    const char* ahead = lines ? take(stream, apart * (inputs / STEP)) : NULL;
+    if (!ahead) ahead = (const char*)weight, apart = 0;
+    if (left == 1) multiply_few(weight, inputs, x, 1, sums, ahead, apart);
+    else if (left == 2) multiply_few(weight, inputs, x, 2, sums, ahead, apart);
+    else if (left == 3) multiply_few(weight, inputs, x, 3, sums, ahead, apart);
+    else multiply_few(weight, inputs, x, FOUR, sums, ahead, apart);
+}
+
+static void multiply_block(const bf16* weight, long inputs, const void* beside, long rows, long row, long left,
+                           float (*sums)[TILE * TILE], Stream* stream) {
+    const bf16* x = (const bf16*)beside + row * inputs;
+    long groups = (left + FOUR - 1) / FOUR;
+    for (long output = 0; output < BLOCK; output += FOUR, weight += FOUR * inputs)
+        for (long group = 0; group < groups; group++) {
+            // As much as is read is fetched, in equal parts with each group: else the memory would idle meanwhile.
+            long at = group * FOUR, lines = stream ? FOUR / groups + (group < FOUR % groups) : 0;
+            float* to = sums[output / TILE * 2 + at / TILE] + output % TILE * TILE + at % TILE;
+            multiply_four(weight, inputs, x + at * inputs, left - at, to, stream, lines);
+        }
+}
+
+static void multiply_tile(const bf16* weight, long inputs, const uint32_t* beside, long rows, float* sums) {
+    const bf16* x = (const bf16*)beside;
+    for (long output = 0; output < TILE; output += FOUR, weight += FOUR * inputs)
+        for (long row = 0; row < rows; row += FOUR)
+            multiply_four(weight, inputs, x + row * inputs, rows - row, sums + output * TILE + row, NULL, 0);
+}
+
+#endif
+
+// Arrange x[rows, inputs] for `multiply`; see pair_at. A single row is in this order already. own: space for the result of this thread alone, or
 // NULL if the threads share the work; then the result is in `shared`.
 static const void* arrange(const bf16* x, void* own, void* shared, long rows, long inputs, const Stream* stream) {
-    if (rows == 1) return x;
+    if (rows == 1 || !PAIRED) return x;
     long pairs = inputs / 2, first = 0, end = pairs;
     if (!own) {
         first = pairs * stream->thread / stream->threads;
@@ -219,7 +386,7 @@ static const void* arrange(const bf16* x, void* own, void* shared, long rows, lo
     uint32_t* to = own ? own : shared;
     for (long row = 0; row < rows; row++)
         for (long pair = first; pair < end; pair++)
-            memcpy(to + pair * rows + row, x + row * inputs + 2 * pair, 4);
+            memcpy(to + pair_at(row, pair, rows, pairs), x + row * inputs + 2 * pair, 4);
     if (!own) {
 #pragma omp barrier
     }
@@ -232,12 +399,12 @@ static void multiply(const Product* product, const void* beside, const bf16* res
                      Stream* stream) {
     long outputs = product->outputs, inputs = product->inputs, before = -1;
     long end = first_block(product, stream->thread + 1, stream->threads);
-    float sums[TILE * TILE] __attribute__((aligned(64)));
+    float sums[4][TILE * TILE] __attribute__((aligned(64)));
 
     for (long block = first_block(product, stream->thread, stream->threads); block < end; block++) {
         // The last block overlaps the one before it where outputs is no multiple; both write the same.
         long output = block * BLOCK > outputs - BLOCK ? outputs - BLOCK : block * BLOCK;
-        const bf16 *upper = product->weight + output * inputs, *lower = upper + TILE * inputs;
+        const bf16* weight = product->weight + output * inputs;
         const bf16* bias = product->bias ? product->bias + output : NULL;
 
         for (long row = 0; row < rows; row += BLOCK) {
@@ -246,35 +413,11 @@ static void multiply(const Product* product, const void* beside, const bf16* res
             if (left != before) configure(first, second ? second : TILE);
             before = left;
 
-            _tile_zero(0);
-            _tile_zero(2);
-            if (second) {
-                _tile_zero(1);
-                _tile_zero(3);
-            }
-            for (long input = 0; input < inputs; input += STEP) {
-                const uint32_t* packed = (const uint32_t*)beside + input / 2 * rows + row;
-                _tile_loadd(4, upper + input, 2 * inputs);
-                _tile_loadd(5, lower + input, 2 * inputs);
-                _tile_loadd(6, packed, 4 * rows);
-                if (row == 0) fetch(stream);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(2, 5, 6);
-                if (second) {
-                    _tile_loadd(7, packed + TILE, 4 * rows);
-                    _tile_dpbf16ps(1, 4, 7);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
-            }
-
+            multiply_block(weight, inputs, beside, rows, row, left, sums, row ? NULL : stream);
             for (int tile = 0; tile < 4; tile++) {
                 if (tile % 2 && !second) continue;
-                if (tile == 0) _tile_stored(0, sums, 4 * TILE);
-                if (tile == 1) _tile_stored(1, sums, 4 * TILE);
-                if (tile == 2) _tile_stored(2, sums, 4 * TILE);
-                if (tile == 3) _tile_stored(3, sums, 4 * TILE);
                 long column = tile / 2 * TILE, from = (row + tile % 2 * TILE) * outputs + output + column;
-                write(sums, bias ? bias + column : NULL, residual ? residual + from : NULL, y + from,
+                write(sums[tile], bias ? bias + column : NULL, residual ? residual + from : NULL, y + from,
                       tile % 2 ? second : first, outputs);
             }
         }
@@ -291,7 +434,7 @@ void linear(const bf16* weight, const bf16* bias, const bf16* x, bf16* y, void* 
     {
         Stream stream = start(&source, 1, NULL, NULL, 0);
         multiply(&product, arrange(x, NULL, work, rows, inputs, &stream), NULL, y, rows, &stream);
-        _tile_release();
+        release();
     }
 }
 
@@ -378,13 +521,7 @@ static void score(const bf16* keys, const uint32_t* packed, float* scores, long 
             tile = memcpy(rest, tile, 2 * (context - at) * size);
         }
 
-        _tile_zero(0);
-        for (long i = 0; i < size; i += STEP) {
-            _tile_loadd(4, tile + i, 2 * size);
-            _tile_loadd(6, packed + i / 2 * count, 4 * count);
-            _tile_dpbf16ps(0, 4, 6);
-        }
-        _tile_stored(0, scores + at * TILE, 4 * TILE);
+        multiply_tile(tile, size, packed, count, scores + at * TILE);
     }
 }
 
@@ -468,7 +605,7 @@ static void attend_head(const Attention* a, long row, long head, float* scores, 
             tokens[i] = a->mask ? which / group * a->apart : a->positions[token];
             to[i] = a->y + token * a->kv_heads * group * size + at;
             for (long pair = 0; i < count && pair < size / 2; pair++)
-                memcpy(packed + pair * count + i, a->query + token * a->stride + at + 2 * pair, 4);
+                memcpy(packed + pair_at(i, pair, count, size / 2), a->query + token * a->stride + at + 2 * pair, 4);
         }
 
         score(key, packed, scores, context, count, size, start ? NULL : stream);
@@ -492,7 +629,7 @@ void attend(const Attention* attention) {
         Stream stream = start(&source, 1, attention, own, bytes);
         for (long i = stream.first; i < stream.last; i++)
             attend_head(attention, i / attention->kv_heads, i % attention->kv_heads, stream.own, &stream);
-        _tile_release();
+        release();
     }
 }
 
@@ -636,7 +773,7 @@ void run_layers(const Layer* layers, long count, const bf16* x, bf16* y, const P
             own.attention.keys += following;
             own.attention.values += following;
         }
-        _tile_release();
+        release();
     }
     free(sources);
 }
@@ -682,7 +819,7 @@ void run_draft(const Draft* draft, const bf16* x, const int64_t* tokens, const b
     {
         Stream stream = start(sources, PRODUCTS + 2, &pass.attention, space.own, space.bytes);
         run_draft_layer(draft, x, tokens, 1, embedding, y, &pass, &space, &stream);
-        _tile_release();
+        release();
     }
 }
 
@@ -864,7 +1001,7 @@ long draft_chain(const Draft* draft, const Product* head, const Chain* chain, co
                                       size);
 #pragma omp barrier
         }
-        _tile_release();
+        release();
     }
     free(sources);
     return failed;
