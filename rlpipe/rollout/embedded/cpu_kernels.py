@@ -1,12 +1,12 @@
-"""The kernels of a decode step in bfloat16 on CPUs with AMX, compiled by the user's C compiler (`amx.c`).
+"""The kernels of a decode step in bfloat16 on CPUs with AVX-512, compiled by the user's C compiler.
 
 A decode step reads all weights for a few rows, so memory bounds it. With a released model of 135M parameters,
-oneDNN's products of 1 to 16 rows take about twice as long as reading the weights takes. These kernels run all
-layers of a pass in one call, which takes 1.2 times as long. They also need no second, prepacked copy of a
-weight.
+oneDNN's products of 1 to 16 rows take at least twice as long as reading the weights takes. These kernels
+(`cpu_kernels.c`) run all layers of a pass in one call, which takes 1.2 times as long. They also need no
+second, prepacked copy of a weight. Products use AMX where the CPU has it.
 
 `kernels` compiles them once for each version of the source, in about a second, into the user's cache.
-Without AMX, Linux or a compiler there are none, and the model uses torch's operations.
+Without AVX-512, Linux or a compiler there are none, and the model uses torch's operations.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from rlpipe.spec.verify import Verdict
 
 logger = logging.getLogger(__name__)
 
-MANY_ROWS = 128  # products of more rows are oneDNN's
+MANY_ROWS = 128  # passes of more rows use torch's operations between products
 MOST_CHANNELS = 512  # of a head, see `attend`
 LANES = 16  # distributions are over a multiple of it
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _COMPILERS = ("gcc", "cc")
+_WITH_AMX, _WITHOUT = "sapphirerapids", "skylake-avx512"  # oldest processors, as compilers name them
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", f"-DMOST_CHANNELS={MOST_CHANNELS}")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
@@ -125,7 +126,10 @@ class _Pass(ctypes.Structure):
 class Kernels:
     """The compiled kernels, for tensors in bfloat16 on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, amx: bool) -> None:
+        """Describe the functions of a compiled library. amx: whether it uses AMX."""
+        # Of many rows, oneDNN's products are faster with AMX, and take twice as long as ours without.
+        self.most_rows = MANY_ROWS if amx else sys.maxsize
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _LONG if name in _COUNTING else None
@@ -137,7 +141,7 @@ class Kernels:
         return weight.shape[0] >= 32 and weight.shape[1] % 32 == 0
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute x W^T + b for a few rows; see `can_multiply`.
+        """Compute x W^T + b; see `can_multiply` and `most_rows`.
 
         Shapes: x [N, in], weight [out, in] contiguous, bias [out] or None -> [N, out].
         """
@@ -415,7 +419,7 @@ def kernels() -> Kernels | None:
     try:
         if not path.exists():
             _compile(path, [f"-march={processor}"])
-        return Kernels(ctypes.CDLL(str(path)))
+        return Kernels(ctypes.CDLL(str(path)), amx=processor == _WITH_AMX)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -427,12 +431,12 @@ def kernels() -> Kernels | None:
 
 
 def _processor() -> str | None:
-    """Return the processor to compile for, as compilers name it; None if the kernels cannot run here."""
+    """Return the processor to compile for; None if the kernels cannot run here."""
     if sys.platform != "linux":
         return None
     if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
-        return "sapphirerapids"
-    return "skylake-avx512" if torch.cpu._is_avx512_supported() else None
+        return _WITH_AMX
+    return _WITHOUT if torch.cpu._is_avx512_supported() else None
 
 
 def _compile(path: Path, processor: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Matrix products of the engine: the fastest CPU kernel for each size, F.linear on other devices.
 
-In bfloat16 with AVX-512, products of a few rows use our kernel (`cpu_kernels`) and others F.linear, both with
-the weight as it is stored.
+In bfloat16 with AVX-512, products use our kernel (`cpu_kernels`), those of many rows with AMX F.linear. Both
+read the weight as it is stored.
 
 PyTorch's float32 F.linear uses MKL, which on some CPUs uses only AVX2. There oneDNN with a prepacked weight
 is up to 2.2x faster for a few dozen rows or more. It has a fixed cost of about 8 us, so small products stay
@@ -38,7 +38,7 @@ class Linear:
         self._packed = None
         self._packed_from = float("inf")  # number of rows from which the prepacked weight is used
 
-        # `kernels`: those that compute the products of few rows, None for torch's.
+        # `kernels`: those that compute the products, None for torch's.
         self.kernels = (
             cpu_kernels.usable(weight.device, weight.dtype)
             if cpu_kernels.Kernels.can_multiply(weight)
@@ -66,8 +66,9 @@ class Linear:
         return cpu_kernels.Product(self.weight.data_ptr(), bias, *self.weight.shape)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kernels is not None and self.weight is not None and len(x) <= cpu_kernels.MANY_ROWS:
-            return self.kernels.linear(x, self.weight, self.bias)
+        kernels = self.kernels
+        if kernels is not None and self.weight is not None and len(x) <= kernels.most_rows:
+            return kernels.linear(x, self.weight, self.bias)
         if self.weight is None or x.shape[0] >= self._packed_from:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)

@@ -38,8 +38,9 @@ class Span:
     sees all slots up to its position. seen: view of the slots to attend to, [layers, keys and values, B,
     heads, L, D]; with latent attention, keys are also the values, and with pieces B and heads are one
     dimension. pieces: groups of rows that attend together in two batched products; if empty, one kernel runs
-    over all rows. contexts: [B] int64, how many keys of each row `cpu_kernels` reads; None if it is not used. decoding: whether the rows are the first rows of the cache and have the few tokens of a decode
-    step. make: computes `tables` when they are first read, because a pass of the kernels does not read them.
+    over all rows. contexts: [B] int64, how many keys of each row `cpu_kernels` reads; None if it is not used.
+    decoding: whether the rows are the first rows of the cache and have the few tokens of a decode step. make:
+    computes `tables` when they are first read, because a pass of the kernels does not read them.
     """
 
     batch: int

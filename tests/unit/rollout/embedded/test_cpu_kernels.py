@@ -51,7 +51,7 @@ def libraries(tmp_path_factory) -> dict[str, cpu_kernels.Kernels]:
     for processor, software in PROCESSORS.items():
         path = folder / f"{processor}.so"
         cpu_kernels._compile(path, software or (f"-march={processor}",))
-        made[processor] = cpu_kernels.Kernels(ctypes.CDLL(str(path)))
+        made[processor] = cpu_kernels.Kernels(ctypes.CDLL(str(path)), amx=processor == cpu_kernels._WITH_AMX)
     return made
 
 
@@ -93,7 +93,7 @@ def _assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor) -> None:
 def test_products_equal_float32(outputs, inputs, threads):
     weight, bias = HugePages().copy(_random(outputs, inputs)), _random(outputs, seed=1)
     with _threads(threads):
-        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50, cpu_kernels.MANY_ROWS):
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50, cpu_kernels.MANY_ROWS, 300):
             x = _random(rows, inputs, seed=rows)
             for added in (None, bias):
                 ours = cpu_kernels.kernels().linear(x, weight, added)
