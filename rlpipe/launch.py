@@ -23,7 +23,7 @@ from rlpipe.actors.leftovers import watched_over
 from rlpipe.config.env import EnvConfig, EnvName, SandboxBackend
 from rlpipe.config.metrics import WandbMode
 from rlpipe.config.mix import members_of
-from rlpipe.config.number_format import slow_number_formats
+from rlpipe.config.number_format import number_format_advice
 from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.run import (
     ClusterMode,
@@ -428,8 +428,8 @@ class ReinforcementLearning:
         if self._notes:
             bus.event("data", notes=self._notes)
 
-        if slow := slow_number_formats(config):
-            bus.event("phase", message=slow)
+        for advice in number_format_advice(config):
+            bus.event("phase", message=advice)
 
         self._ledger = Ledger(self._run_dir / "ledger.sqlite", bus.event)
         bus.event("phase", message="starting engines and trainer")

@@ -309,7 +309,7 @@ def size(name: str, free: int, wanted: int, remedy: str) -> Finding:
 
 def check_accelerator() -> Iterator[Finding]:
     """Report whether there is a GPU that torch can use."""
-    from rlpipe.config.machine import cpu_has_fast_bfloat16, has_gpus
+    from rlpipe.config.machine import cpu_decodes_fast_in_bfloat16, cpu_has_fast_bfloat16, has_gpus
 
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -322,7 +322,11 @@ def check_accelerator() -> Iterator[Finding]:
             level=Level.WARN, name="gpu", found="there is one, but this torch cannot use it", remedy=remedy
         )
     else:
-        speed = "fast" if cpu_has_fast_bfloat16() else "slow: set float32 and fp32"
+        speed = "slow: set float32 and fp32"
+        if cpu_has_fast_bfloat16():
+            speed = "fast"
+        elif cpu_decodes_fast_in_bfloat16():
+            speed = "fast in decode steps and slow in training: set float32 and fp32"
         found = f"none; everything runs on the CPU, where bfloat16 is {speed}"
         yield Finding(level=Level.INFO, name="gpu", found=found)
 

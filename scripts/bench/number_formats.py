@@ -2,7 +2,8 @@
 
 `rlpipe.config.number_format` chooses the format of the recipes for CPUs by the answer. The weights have the
 shape of SmolLM2's largest layers, are read from memory in turns, as in a model, and multiplied by the kernels
-of the embedded engine. A decode step multiplies as many rows as answers run, a training step hundreds.
+of the embedded engine and, for bfloat16, also by those of a trainer. A decode step multiplies as many rows as
+answers run, a training step hundreds.
 
     python scripts/bench/number_formats.py --json OUT [--rows 1 4 8 64 512] [--repeats 9]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,17 +25,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rlpipe.config.machine import cpu_has_fast_bfloat16
 from rlpipe.rollout.embedded.linear import Linear
 
-FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMATS = {
+    "float32": (torch.float32, Linear),
+    "bfloat16": (torch.bfloat16, Linear),
+    "bfloat16_training": (torch.bfloat16, lambda weight: partial(torch.nn.functional.linear, weight=weight)),
+}
 INPUTS, OUTPUTS = 576, 1536
 WEIGHTS = 64  # at most; with more bytes in either format than caches hold
 WORK = 4096  # rows that one repeat multiplies at most; from 65 rows on this leaves fewer weights
 
 
-def products(rows: int, dtype: torch.dtype) -> Callable[[], float]:
-    """Return a function that multiplies random rows by one weight after another; it returns their number."""
+def products(rows: int, dtype: torch.dtype, linear: Callable[..., Callable]) -> Callable[[], float]:
+    """Return a function that multiplies random rows by one weight after another; it returns their number.
+
+    linear: makes the function that multiplies by a weight.
+    """
     x = torch.randn(rows, INPUTS).to(dtype)
     count = min(WEIGHTS, max(1, WORK // rows))
-    layers = [Linear(torch.randn(OUTPUTS, INPUTS).to(dtype)) for _ in range(count)]
+    layers = [linear(torch.randn(OUTPUTS, INPUTS).to(dtype)) for _ in range(count)]
 
     def multiply() -> float:
         for layer in layers:
@@ -44,7 +53,7 @@ def products(rows: int, dtype: torch.dtype) -> Callable[[], float]:
 
 
 def main() -> None:
-    """Time both formats in turns, by number of rows, and write one JSON."""
+    """Time the formats in turns, by number of rows, and write one JSON."""
     parser = bench_parser(__doc__, repeats=9)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 64, 512])
     args, load = parser.parse_args(), load_average()
@@ -52,10 +61,13 @@ def main() -> None:
 
     results = {}
     for rows in args.rows:
-        arms = {name: products(rows, dtype) for name, dtype in FORMATS.items()}
+        arms = {name: products(rows, *made) for name, made in FORMATS.items()}
         samples = take_turns(arms, args.repeats, clock=time.process_time)
         per_row = {f"{name}_us": 1e6 / median(samples.rates(name)) for name in FORMATS}
-        results[f"rows_{rows}"] = per_row | {"ratio": samples.ratio("bfloat16", "float32")}
+        results[f"rows_{rows}"] = per_row | {
+            "ratio": samples.ratio("bfloat16", "float32"),
+            "training_ratio": samples.ratio("bfloat16_training", "float32"),
+        }
 
     report = provenance(args, load) | {
         "chosen": "bfloat16" if cpu_has_fast_bfloat16() else "float32",
