@@ -96,9 +96,10 @@ def main() -> int:
     load, results, needed = load_average(), {}, {}
     for batch in args.batches:
         vocab = {"draft_vocab": args.draft_vocab}
+        # Arms run in this order or in reverse, so these two, whose ratio matters most, are beside each other.
         specs = {"none": SpecConfig(mode=SpecMode.NONE)}
-        specs |= {f"gamma {gamma}": SpecConfig(gamma=gamma, **vocab) for gamma in args.gammas}
         specs["adaptive"] = SpecConfig(gamma=max(args.gammas), adaptive=True, **vocab)
+        specs |= {f"gamma {gamma}": SpecConfig(gamma=gamma, **vocab) for gamma in args.gammas}
         running = {
             name: ArmProcess(
                 make := partial(FullBatchArm, args.model, spec, batch, args.threads, args.dtype),
