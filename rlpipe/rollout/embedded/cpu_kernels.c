@@ -1,11 +1,11 @@
-// The kernels of amx.py: a decode step in bfloat16 on CPUs with AMX.
+// The kernels of cpu_kernels.py: a decode step in bfloat16 on CPUs with AVX-512, which use AMX where there is one.
 //
 // A decode step reads every weight once for a few rows, so it cannot be faster than the memory. These kernels
 // read weights row by row, as a checkpoint stores them. Each thread fetches ahead what it reads next, beyond the
 // end of a product the keys and values or the next weights (Stream), so that nothing begins by waiting for the
 // memory. Sums are in float32 and rounded to bfloat16 once. Each output is computed by one thread, in the same
-// order for any number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by amx.py. Functions
-// that take a Stream are called by all threads of a parallel region.
+// order for any number of rows and threads. MOST_CHANNELS, the largest size of a head, is set by cpu_kernels.py.
+// Functions that take a Stream are called by all threads of a parallel region.
 
 #include <immintrin.h>
 #include <math.h>
@@ -89,7 +89,8 @@ static void narrow(__m512 values, bf16* to) {
 #ifdef __AVX512BF16__
     _mm256_storeu_si256((void*)to, (__m256i)_mm512_cvtneps_pbh(values));
 #else
-    __m512i bits = _mm512_castps_si512(values), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i bits = _mm512_castps_si512(values);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
     __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
@@ -204,6 +205,7 @@ static char* keep_for_threads(size_t bytes) {
     return keep(&kept, bytes * omp_get_max_threads());
 }
 
+// What follows exists twice, with AMX and without. `multiply_block` and `multiply_tile` do the work.
 #ifdef __AMX_BF16__
 
 // AMX takes pairs of columns as one number, and these with the rows beside each other.
@@ -230,9 +232,9 @@ static void configure(long first, long second) {
 
 static void release(void) { _tile_release(); }
 
-// The products of BLOCK outputs, whose weights are given, with `left` of the rows, from `row` on, at most BLOCK:
-// sums[0] of the first tile of outputs with the first tile of rows, sums[1] with the second, if there is one, and
-// then the same of the second tile of outputs. stream: from which to fetch as many bytes as are read, or NULL.
+// Multiply weight[BLOCK, inputs] by `left` rows, from `row` on, of the `rows` in `beside`; at most BLOCK. sums[0]: of
+// the first tile of outputs by the first tile of rows, sums[1] by the second, if there is one; then the same of the
+// second tile of outputs. stream: from which to fetch as many bytes as the weights have, or NULL.
 static void multiply_block(const bf16* weight, long inputs, const void* beside, long rows, long row, long left,
                            float (*sums)[TILE * TILE], Stream* stream) {
     const bf16 *upper = weight, *lower = weight + TILE * inputs;
@@ -279,7 +281,7 @@ static void multiply_tile(const bf16* weight, long inputs, const uint32_t* besid
 
 #else
 
-// Without AMX, rows stay as they are.
+// Without AMX, rows stay as they are, and sums are formed of FOUR outputs by FOUR rows at a time, in registers.
 enum { PAIRED = 0, FOUR = 4 };
 
 static long pair_at(long row, long pair, long rows, long pairs) { return row * pairs + pair; }
@@ -374,8 +376,8 @@ static void multiply_tile(const bf16* weight, long inputs, const uint32_t* besid
 
 #endif
 
-// Arrange x[rows, inputs] for `multiply`; see pair_at. A single row is in this order already. own: space for the result of this thread alone, or
-// NULL if the threads share the work; then the result is in `shared`.
+// Arrange x[rows, inputs] for `multiply`; see pair_at. A single row is in this order already. own: space for the
+// result of this thread alone, or NULL if the threads share the work; then the result is in `shared`.
 static const void* arrange(const bf16* x, void* own, void* shared, long rows, long inputs, const Stream* stream) {
     if (rows == 1 || !PAIRED) return x;
     long pairs = inputs / 2, first = 0, end = pairs;
