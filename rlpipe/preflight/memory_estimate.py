@@ -327,7 +327,8 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     sent = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
 
     # On a CPU matrices are stored packed for oneDNN. A tied head is then a copy of the embedding, and small
-    # float32 matrices are stored both packed and unpacked. (With `cpu_kernels`, bfloat16 is not packed and needs less.)
+    # float32 matrices are stored both packed and unpacked. (With `cpu_kernels`, bfloat16 is not packed and
+    # needs less.)
     arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0)
     end = arch.vocab * arch.hidden * size
     weights = sum(parameters(arch)) * size + (0 if on_gpu or not arch.tied else end)
