@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from rlpipe.config.machine import cpu_has_fast_bfloat16
 from rlpipe.models import Architecture
 from rlpipe.models.released import user_cache
 from rlpipe.rollout.embedded.span import Span
@@ -39,7 +40,6 @@ LANES = 16  # distributions are over a multiple of it
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _COMPILERS = ("gcc", "cc")
-_WITH_AMX, _WITHOUT = "sapphirerapids", "skylake-avx512"  # oldest processors, as compilers name them
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", f"-DMOST_CHANNELS={MOST_CHANNELS}")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
@@ -126,10 +126,10 @@ class _Pass(ctypes.Structure):
 class Kernels:
     """The compiled kernels, for tensors in bfloat16 on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL, *, amx: bool) -> None:
-        """Describe the functions of a compiled library. amx: whether it uses AMX."""
-        # Of many rows, oneDNN's products are faster with AMX, and take twice as long as ours without.
-        self.most_rows = MANY_ROWS if amx else sys.maxsize
+    def __init__(self, library: ctypes.CDLL) -> None:
+        # Of many rows, oneDNN's products are faster with instructions for bfloat16, and take twice as long
+        # as ours without.
+        self.most_rows = MANY_ROWS if cpu_has_fast_bfloat16() else sys.maxsize
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _LONG if name in _COUNTING else None
@@ -419,7 +419,7 @@ def kernels() -> Kernels | None:
     try:
         if not path.exists():
             _compile(path, [f"-march={processor}"])
-        return Kernels(ctypes.CDLL(str(path)), amx=processor == _WITH_AMX)
+        return Kernels(ctypes.CDLL(str(path)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
@@ -431,12 +431,12 @@ def kernels() -> Kernels | None:
 
 
 def _processor() -> str | None:
-    """Return the processor to compile for; None if the kernels cannot run here."""
+    """Return the processor to compile for, as compilers name it; None if the kernels cannot run here."""
     if sys.platform != "linux":
         return None
     if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
-        return _WITH_AMX
-    return _WITHOUT if torch.cpu._is_avx512_supported() else None
+        return "sapphirerapids"
+    return "skylake-avx512" if torch.cpu._is_avx512_supported() else None
 
 
 def _compile(path: Path, processor: Sequence[str]) -> None:

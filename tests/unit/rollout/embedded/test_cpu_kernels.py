@@ -37,27 +37,29 @@ from tests.helpers.wrong_verifiers import CHAIN_MUTANTS
 
 pytestmark = pytest.mark.unit
 HAS_KERNELS = torch.cpu._is_avx512_supported()
-PROCESSORS = {"skylake-avx512": (), "sapphirerapids": ()}
+AMX_IN_SOFTWARE = str(ROOT / "tests" / "helpers" / "amx_in_software.h")
+WITHOUT_AMX = ["-march=skylake-avx512"]
+WITH_AMX = ["-march=sapphirerapids"]
 if not torch.cpu._is_amx_tile_supported():
-    software = ROOT / "tests" / "helpers" / "amx_in_software.h"
-    PROCESSORS["sapphirerapids"] = ("-march=skylake-avx512", "-D__AMX_BF16__", "-include", str(software))
+    WITH_AMX = [*WITHOUT_AMX, "-D__AMX_BF16__", "-include", AMX_IN_SOFTWARE]
+FLAGS = {"avx512": WITHOUT_AMX, "amx": WITH_AMX}
 ROUNDING = 2**-8  # relative, of bfloat16
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory) -> dict[str, cpu_kernels.Kernels]:
-    """The kernels compiled for each processor."""
+    """The kernels with AMX and without."""
     folder, made = tmp_path_factory.mktemp("kernels"), {}
-    for processor, software in PROCESSORS.items():
-        path = folder / f"{processor}.so"
-        cpu_kernels._compile(path, software or (f"-march={processor}",))
-        made[processor] = cpu_kernels.Kernels(ctypes.CDLL(str(path)), amx=processor == cpu_kernels._WITH_AMX)
+    for name, flags in FLAGS.items():
+        path = folder / f"{name}.so"
+        cpu_kernels._compile(path, flags)
+        made[name] = cpu_kernels.Kernels(ctypes.CDLL(str(path)))
     return made
 
 
-@pytest.fixture(params=PROCESSORS)
+@pytest.fixture(params=FLAGS)
 def compiled(request, monkeypatch):
-    """Let the engine use the kernels of one processor."""
+    """Let the engine use the kernels with AMX, or those without."""
     if not HAS_KERNELS:
         pytest.skip("this CPU has no AVX-512")
     library = request.getfixturevalue("libraries")[request.param]
