@@ -75,7 +75,8 @@ class Run:
     """A run with what a worker leaves that is killed within a command: a folder and a control group."""
 
     def __init__(self, directory, *overrides, lines=1):
-        self.process, self.marker = start(*LONG, *overrides, cwd=directory, lines=lines)
+        # with W&B, whose service is one of the processes that must end
+        self.process, self.marker = start(*LONG, "metrics.wandb=auto", *overrides, cwd=directory, lines=lines)
         self.family = set(marked_processes(self.marker))
         for process in list(self.family):  # those that write a title over their environment show no mark
             with suppress(psutil.Error):

@@ -10,10 +10,12 @@ import tokenizers
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import rlpipe.actors.inline_cluster
 import rlpipe.algo.user_correction
 import rlpipe.cli.check
 import rlpipe.cli.doctor
 import rlpipe.cli.run
+import rlpipe.envs.sandbox.local
 import rlpipe.envs.swe.suite
 import rlpipe.launch
 import rlpipe.preflight.checkpoint_and_machine

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.integration
 
 SMALL = ["run.steps=4", "run.save_every=2", "pipeline.prompts_per_step=3", "pipeline.group_size=4"]
 SYNCHRONOUS = ["cluster=inline", "run.dir=out", "metrics.report=false", "pipeline.max_staleness=0"]
+SYNCHRONOUS += ["metrics.wandb=off"]
 LEARNING = ["trainer.lr=1e-3", "trainer.warmup_steps=3", "algo.entropy_coef=0.01", "metrics.probe.every=0"]
 VALIDATED = ["val.every=2", "val.instances=4"]
 # Clocks, and counts of attempts and of an engine that found the groups of step 3 in the checkpoint.

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.helpers.cli import SMALL, marked_processes, prompt_states, run, start, undeclared
+from tests.helpers.cli import SMALL, WITH_WANDB, marked_processes, prompt_states, run, start, undeclared
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +22,7 @@ FILES = [
 ]
 
 
-LONG = ["+recipe=swe_rl", *SMALL, "run.steps=500", "val.every=0"]
+LONG = ["+recipe=swe_rl", *WITH_WANDB, "run.steps=500", "val.every=0"]
 
 
 def steps(directory):
@@ -33,7 +33,7 @@ def steps(directory):
 def inline_run(tmp_path_factory):
     """The folder of a finished run of two steps."""
     folder = tmp_path_factory.mktemp("inline_run")
-    result = run("+recipe=swe_rl", "cluster=inline", "run.dir=out", *SMALL, cwd=folder)
+    result = run("+recipe=swe_rl", "cluster=inline", "run.dir=out", *WITH_WANDB, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "report" in result.stdout
     return folder
@@ -44,7 +44,7 @@ def test_the_main_job_runs_and_leaves_its_files(inline_run):
 
 
 def test_the_main_job_runs_on_ray(tmp_path):
-    result = run("+recipe=swe_rl", "cluster=ray", "run.dir=out", *SMALL, cwd=tmp_path)
+    result = run("+recipe=swe_rl", "cluster=ray", "run.dir=out", *WITH_WANDB, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "report" in result.stdout
     check_files_and_records(tmp_path)

@@ -20,7 +20,8 @@ TWO_MINUTES = 120
 def trained(folder, *overrides):
     """Two steps of the one command; returns what it printed and its records."""
     started = time.monotonic()
-    result = run("+recipe=function", "cluster=inline", "run.steps=2", *overrides, cwd=folder)
+    sizes = ["cluster=inline", "run.steps=2", "metrics.wandb=off"]
+    result = run("+recipe=function", *sizes, *overrides, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert time.monotonic() - started < TWO_MINUTES
     (directory,) = (folder / "runs" / "function").iterdir()
@@ -81,6 +82,7 @@ def test_a_data_set_of_the_hub_is_downloaded_once_and_then_read_without_a_networ
 
     given = ["data.train=org/sums", "data.held_out=split:test", "reward=exact_match", "run.steps=1"]
     small = ["cluster=inline", "val.every=0", "pipeline.prompts_per_step=2", "pipeline.group_size=2"]
+    small += ["metrics.wandb=off"]
     with hub_server() as hub:
         hub.add("datasets/org/sums", repository)
         for number, variables in enumerate(({}, {"HF_HUB_OFFLINE": "1"})):
