@@ -3,8 +3,9 @@
 Every figure is computed from a JSON under scripts/bench/results or recipes/. `figures.toml` states for each
 question the file, command and date, and the wording of its answer. docs/developer/benchmark_log.md has all
 questions, docs/benchmarks.md those marked `summary`. Other documents have blocks between `<!-- figure NAME
--->` and `<!-- end -->`, which are filled with the answer of that name. A test fails when a page differs from
-what this script writes, or when a result has no entry.
+-->` and `<!-- end -->`, which are filled with the answer of that name; within a line, between `<!-- brief
+NAME -->` and `<!-- end -->`, with its brief answer. A test fails when a page differs from what this script
+writes, or when a result has no entry.
 
     python scripts/bench/page.py [--check]
 """
@@ -31,6 +32,7 @@ import answers  # noqa: E402
 PAGE = ROOT / "docs" / "benchmarks.md"
 LOG = ROOT / "docs" / "developer" / "benchmark_log.md"
 BLOCK = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BRIEF = re.compile(r"(<!-- brief (\w+) -->).*?(<!-- end -->)")
 _MET = r"Goal: [^*]*\*\*met\*\*\."
 MET_GOAL = re.compile(rf"(?:{_MET} )+(?=Goal:)|\s*{_MET}(?: {_MET})*(?! Goal:)")
 HEAD = """# Benchmarks
@@ -61,6 +63,7 @@ class Figure:
     machine: str = "two cores"
     text: str = ""
     answer: str = ""
+    brief: str = ""
     name: str = ""
     summary: bool = False
 
@@ -78,6 +81,11 @@ class Figure:
     def excerpt(self) -> str:
         """The answer for other documents, without goals that were met (these are for developers)."""
         return MET_GOAL.sub("", self.markdown).strip()
+
+    @property
+    def brief_answer(self) -> str:
+        """The answer in a few words, as Markdown that fits into a table's cell."""
+        return attrgetter(self.brief)(answers)(self.result)
 
     @property
     def conditions(self) -> str:
@@ -127,9 +135,10 @@ def summary() -> str:
 
 
 def filled(text: str) -> str:
-    """Return a document with its blocks of figures filled in. Raises KeyError for a name without a figure."""
+    """Return a document with its figures filled in. Raises KeyError for a name without a figure."""
     named = {figure.name: figure for figure in FIGURES if figure.name}
-    return BLOCK.sub(lambda block: f"{block[1]}{named[block[2]].excerpt}\n{block[3]}", text)
+    text = BLOCK.sub(lambda block: f"{block[1]}{named[block[2]].excerpt}\n{block[3]}", text)
+    return BRIEF.sub(lambda cell: f"{cell[1]}{named[cell[2]].brief_answer}{cell[3]}", text)
 
 
 def documents() -> dict[Path, str]:
@@ -137,7 +146,7 @@ def documents() -> dict[Path, str]:
     recipes = (ROOT / "recipes").glob("*/*.md")
     sources = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(recipes)]
     texts = {path: path.read_text() for path in sources if path not in (PAGE, LOG)}
-    blocks = {path: filled(text) for path, text in texts.items() if BLOCK.search(text)}
+    blocks = {path: filled(text) for path, text in texts.items() if BLOCK.search(text) or BRIEF.search(text)}
     return blocks | {PAGE: summary(), LOG: page()}
 
 

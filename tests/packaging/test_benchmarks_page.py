@@ -54,6 +54,14 @@ def test_blocks_of_other_documents_are_filled_by_name(page):
         page.filled("<!-- figure nothing -->\n<!-- end -->")
 
 
+def test_cells_of_tables_are_filled_with_brief_answers(page):
+    (name, figure), *_ = [(f.name, f) for f in page.FIGURES if f.brief]
+    row = "| <!-- brief {0} -->{1}<!-- end --> | <!-- brief {0} -->{1}<!-- end --> |"
+    assert page.filled(row.format(name, "stale")) == row.format(name, figure.brief_answer)
+    with pytest.raises(KeyError, match="nothing"):
+        page.filled("| <!-- brief nothing --><!-- end --> |")
+
+
 @pytest.mark.parametrize(
     "answer, left",
     [

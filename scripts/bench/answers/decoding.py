@@ -168,6 +168,19 @@ def drafts_pay(r: Any) -> str:
     return table([*head, "acceptance that this gamma needs"], rows) + "\n\n" + " ".join(goals)
 
 
+def drafts_pay_in_brief(r: Any) -> str:
+    """Report a real model's speed with the best gamma over no drafts, at batch 1 and 4."""
+    texts = []
+    for batch in (1, 4):
+        best = [
+            max(ratio for arm, ratio in row["over none"].items() if arm.startswith("gamma"))
+            for cell, row in r["results"].items()
+            if cell.endswith(f", batch {batch}")
+        ]
+        texts.append(f"{min(best):.2f}x to {max(best):.2f}x at batch {batch}")
+    return ", ".join(texts)
+
+
 def generation_speed(r: Any) -> str:
     """Tabulate tokens per second of a real model, by engine."""
     names = {name for row in r["results"].values() for name in row["arms"]}

@@ -24,6 +24,13 @@ def gpu_decoding(r: Any) -> str:
     )
 
 
+def gpu_decoding_in_brief(r: Any) -> str:
+    """Report the speed of SGLang with drafts over no drafts, at the smallest and the largest batch."""
+    cells = r["results"]["sglang, 7.8B, bf16, gamma 3, 200 tokens"]
+    first, *_, last = ((batch, cell["rejection"] / cell["none"]) for batch, cell in cells.items())
+    return ", ".join(f"{ratio:.2f}x at batch {batch}" for batch, ratio in (first, last))
+
+
 def gpu_loop(r: Any) -> str:
     """Report how the time of a step is spent on a GPU."""
     arms = r["results"]["whole loop, 1.5B, one shared GPU"]
@@ -33,11 +40,21 @@ def gpu_loop(r: Any) -> str:
         + [f"{v['tokens_per_s']:,}"]
         for arm, v in arms.items()
     ]
-    ratio = mean(arms["none"]["generation_s"]) / mean(arms["rejection"]["generation_s"])
+    ratio = _generation_ratio(r)
     return table(["", "generation, s", "weight update, s", "step, s", "tokens/s"], rows) + (
         f"\n\nTwo steps each, 1.5B parameters, server and trainer on one GPU, weights by disk. Without "
         f"drafts generation takes {ratio:.2f} times as long. Not repeated since."
     )
+
+
+def gpu_loop_in_brief(r: Any) -> str:
+    """Report how much longer the generation phase takes without drafts."""
+    return f"{_generation_ratio(r):.2f}x"
+
+
+def _generation_ratio(r: Any) -> float:
+    arms = r["results"]["whole loop, 1.5B, one shared GPU"]
+    return mean(arms["none"]["generation_s"]) / mean(arms["rejection"]["generation_s"])
 
 
 def gpu_verify(r: Any) -> str:

@@ -124,6 +124,19 @@ def real_against_trl(r: Any) -> str:
     )
 
 
+def real_against_trl_in_brief(r: Any) -> str:
+    """Report how much longer a step of TRL's fastest arm takes, and held-out rewards after equal minutes."""
+    arm, ratio = min(r["ratios_of_seconds"].items(), key=lambda one: one[1])
+    ours, theirs = (
+        r["arms"][name]["reward_at_equal_minutes"]["mean"]
+        for name in ("rlpipe", arm.removesuffix(" / rlpipe"))
+    )
+    return (
+        f"TRL's step takes {ratio:.1f}x as long; held-out reward after equal minutes: TRL {theirs:.2f}, "
+        f"rlpipe {ours:.2f}"
+    )
+
+
 def staleness(r: Any) -> str:
     """Compare corrections without PPO's clip, under staleness."""
     arms: dict[str, list[float]] = {}

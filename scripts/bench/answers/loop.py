@@ -29,6 +29,11 @@ def against_trl(r: Any) -> str:
     return table(head, rows) + "\n\nNo drafts on either side. " + goal(held, "1.8 times")
 
 
+def asynchrony_in_brief(r: Any) -> str:
+    """Report how much longer a synchronous step takes."""
+    return f"{r['ratios']['mean']['sync_none / async_none']:.2f}x"
+
+
 def slow(r: Any) -> str:
     """Report step times with slow environments."""
     fast, sync = r["arms"]["slow_async"], r["arms"]["slow_sync"]
