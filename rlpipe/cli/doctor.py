@@ -121,10 +121,13 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(level=Level.MISSING, name="packages", found="none installed", remedy=install_all())
         return
 
+    # Before the imports: setuptools, once imported, puts the packages that it contains on the path.
+    others = check_others(pins) if CHECKOUT else check_fit()
+
     for name in names:
         yield check_package(name, pins.get(name, ""))
 
-    yield check_others(pins) if CHECKOUT else check_fit()
+    yield others
 
 
 def check_package(name: str, pin: str) -> Finding:

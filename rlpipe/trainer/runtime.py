@@ -100,8 +100,8 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         raise ValueError("this process already runs a trainer: close() it before starting another.")
 
     # Choose the device before Megatron's parallel state is built on it.
-    _quiet_megatron()
     gpu = torch.cuda.is_available()
+    _quiet_megatron(gpu=gpu)
     import_megatron(compiles=gpu)
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -190,11 +190,13 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _quiet_megatron() -> None:
-    """Silence advice that does not apply: missing Apex, deprecations, unknown MLP classes."""
+def _quiet_megatron(*, gpu: bool) -> None:
+    """Silence advice that does not apply: missing Apex, deprecations, unknown MLP classes, CUDA on a CPU."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint\..*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    if not gpu:  # torch warns of a CUDA compiler without a GPU when Megatron imports what could use it
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
