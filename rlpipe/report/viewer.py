@@ -117,7 +117,8 @@ def _tokens(trajectory: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
         "v": [[version, len(list(same))] for version, same in groupby(versions)],
     }
 
-    if trajectory.get("accepted"):
+    # Without speculation every token is the target's, and to colour them all alike would say nothing.
+    if trajectory.get("drafts"):
         turn["a"] = trajectory["accepted"][begin:end]
 
     return turn

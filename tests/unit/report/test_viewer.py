@@ -46,9 +46,13 @@ def test_what_an_attempts_changes_touch_is_shown(run: Path) -> None:
     assert shown == ["exit frames"]
 
 
-def test_without_recorded_drafts_there_is_no_acceptance_to_colour(run: Path) -> None:
+@pytest.mark.parametrize("drafts", [None, []], ids=["not recorded", "none"])
+def test_without_drafts_there_is_no_acceptance_to_colour(run: Path, drafts: list | None) -> None:
+    """A run without speculation records that no token was drafted."""
     for file in (run / "rollouts").iterdir():
-        lines = [json.loads(line) | {"accepted": None} for line in file.read_text().splitlines()]
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        accepted = None if drafts is None else [min(depth, 0) for depth in records[0]["accepted"]]
+        lines = [record | {"drafts": drafts, "accepted": accepted} for record in records]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = shown_trajectories([load_run(run)])
     assert not any("a" in turn for t in shown for turn in t["turns"])
