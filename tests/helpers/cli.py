@@ -29,7 +29,7 @@ SMALL = [
     "pipeline.group_size=4",
     "val.instances=4",
     "val.every=2",
-    "metrics.wandb=off",  # importing W&B takes a third of a short run's time
+    "metrics.wandb=off",  # W&B takes a sixth of a short run's CPU time, most of it for imports
 ]
 WITH_WANDB = [setting for setting in SMALL if not setting.startswith("metrics.wandb")]
 STARTED: list[str] = []  # marks of the runs that the current test started
