@@ -1,6 +1,6 @@
 // AMX's tiles in plain C, so that the kernels' code for AMX can be tested on any CPU with AVX-512:
 //
-//     gcc -march=skylake-avx512 -D__AMX_BF16__ -include amx_in_software.h ... cpu_kernels.c
+//     gcc -march=skylake-avx512 -include amx_in_software.h ... cpu_kernels.c
 //
 // As the instructions do, these fault if a tile's sizes do not fit.
 
@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define __AMX_BF16__ 1
 #undef _tile_loadconfig
 #define _tile_loadconfig soft_loadconfig
 #undef _tile_release

@@ -1,4 +1,5 @@
-// The kernels of cpu_kernels.py: a decode step in bfloat16 on CPUs with AVX-512, which use AMX where there is one.
+// The kernels of cpu_kernels.py: a decode step in bfloat16 on CPUs with AVX-512, which use AMX or AVX512_BF16 where
+// there is one.
 //
 // A decode step reads every weight once for a few rows, so it cannot be faster than the memory. These kernels
 // read weights row by row, as a checkpoint stores them. Each thread fetches ahead what it reads next, beyond the
@@ -290,12 +291,28 @@ static void configure(long first, long second) {}
 
 static void release(void) {}
 
-// The even and the odd elements of 32 numbers.
-static inline void split(const bf16* from, __m512* even, __m512* odd) {
+// 32 numbers of a row, as their products take them: in pairs, or else the even and the odd ones in float32.
+#ifdef __AVX512BF16__
+typedef __m512bh Numbers;
+
+static inline Numbers load(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+static inline __m512 add_products(__m512 total, Numbers a, Numbers b) { return _mm512_dpbf16_ps(total, a, b); }
+#else
+typedef struct {
+    __m512 even, odd;
+} Numbers;
+
+static inline Numbers load(const bf16* from) {
     __m512i pairs = _mm512_loadu_si512(from);
-    *even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    *odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+    __m512i odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000));
+    return (Numbers){_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), _mm512_castsi512_ps(odd)};
 }
+
+static inline __m512 add_products(__m512 total, Numbers a, Numbers b) {
+    return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, total));
+}
+#endif
 
 // sums[FOUR, FOUR of TILE] = the sums of the elements of each of totals.
 static inline void add_up(__m512 totals[FOUR][FOUR], float* sums) {
@@ -325,18 +342,16 @@ static inline void add_up(__m512 totals[FOUR][FOUR], float* sums) {
 static inline __attribute__((always_inline)) void multiply_few(const bf16* weight, long inputs, const bf16* x,
                                                                const long rows, float* sums, const char* ahead,
                                                                long apart) {
-    __m512 totals[FOUR][FOUR], even[FOUR], odd[FOUR], evens, odds;
+    __m512 totals[FOUR][FOUR];
+    Numbers weights[FOUR];
     for (int i = 0; i < FOUR; i++)
         for (int row = 0; row < FOUR; row++) totals[i][row] = _mm512_setzero_ps();
     for (long input = 0; input < inputs; input += STEP, ahead += apart) {
         for (int i = 0; i < FOUR; i++) _mm_prefetch(ahead + i * LINE, _MM_HINT_T1);
-        for (int i = 0; i < FOUR; i++) split(weight + i * inputs + input, even + i, odd + i);
+        for (int i = 0; i < FOUR; i++) weights[i] = load(weight + i * inputs + input);
         for (int row = 0; row < rows; row++) {
-            split(x + row * inputs + input, &evens, &odds);
-            for (int i = 0; i < FOUR; i++) {
-                totals[i][row] = _mm512_fmadd_ps(even[i], evens, totals[i][row]);
-                totals[i][row] = _mm512_fmadd_ps(odd[i], odds, totals[i][row]);
-            }
+            Numbers numbers = load(x + row * inputs + input);
+            for (int i = 0; i < FOUR; i++) totals[i][row] = add_products(totals[i][row], weights[i], numbers);
         }
     }
     add_up(totals, sums);

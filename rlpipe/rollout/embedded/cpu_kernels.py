@@ -3,7 +3,8 @@
 A decode step reads all weights for a few rows, so memory bounds it. With a released model of 135M parameters,
 oneDNN's products of 1 to 16 rows take at least twice as long as reading the weights takes. These kernels
 (`cpu_kernels.c`) run all layers of a pass in one call, which takes 1.2 times as long. They also need no
-second, prepacked copy of a weight. Products use AMX where the CPU has it.
+second, prepacked copy of a weight. Products use AMX where the CPU has it, or else its vector instructions for
+bfloat16, or else those for float32.
 
 `kernels` compiles them once for each version of the source, in about a second, into the user's cache.
 Without AVX-512, Linux or a compiler there are none, and the model uses torch's operations.
@@ -436,6 +437,8 @@ def _processor() -> str | None:
         return None
     if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
         return "sapphirerapids"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "cooperlake"  # and Zen 4 and 5
     return "skylake-avx512" if torch.cpu._is_avx512_supported() else None
 
 

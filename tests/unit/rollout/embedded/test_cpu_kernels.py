@@ -1,7 +1,7 @@
 """The CPU kernels of a decode step against torch in float32, and a model that uses them against one without.
 
 They exist only on CPUs with AVX-512; elsewhere the engine uses torch's operations, which other tests compare.
-The code for AMX is tested on every one of them: without AMX, its instructions are functions in C.
+The code for each kind of CPU is tested on every one of them: instructions that it lacks are functions in C.
 """
 
 from __future__ import annotations
@@ -37,18 +37,25 @@ from tests.helpers.wrong_verifiers import CHAIN_MUTANTS
 
 pytestmark = pytest.mark.unit
 HAS_KERNELS = torch.cpu._is_avx512_supported()
-AMX_IN_SOFTWARE = str(ROOT / "tests" / "helpers" / "amx_in_software.h")
-WITHOUT_AMX = ["-march=skylake-avx512"]
-WITH_AMX = ["-march=sapphirerapids"]
-if not torch.cpu._is_amx_tile_supported():
-    WITH_AMX = [*WITHOUT_AMX, "-D__AMX_BF16__", "-include", AMX_IN_SOFTWARE]
-FLAGS = {"avx512": WITHOUT_AMX, "amx": WITH_AMX}
+AVX512 = ["-march=skylake-avx512"]
+
+
+def _in_software(instructions: str) -> list[str]:
+    return [*AVX512, "-include", str(ROOT / "tests" / "helpers" / f"{instructions}_in_software.h")]
+
+
+HAS_BF16, HAS_AMX = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+FLAGS = {
+    "avx512": AVX512,
+    "bf16": ["-march=cooperlake"] if HAS_BF16 else _in_software("bf16"),
+    "amx": ["-march=sapphirerapids"] if HAS_AMX else _in_software("amx"),
+}
 ROUNDING = 2**-8  # relative, of bfloat16
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory) -> dict[str, cpu_kernels.Kernels]:
-    """The kernels with AMX and without."""
+    """The kernels for each kind of CPU."""
     folder, made = tmp_path_factory.mktemp("kernels"), {}
     for name, flags in FLAGS.items():
         path = folder / f"{name}.so"
@@ -59,7 +66,7 @@ def libraries(tmp_path_factory) -> dict[str, cpu_kernels.Kernels]:
 
 @pytest.fixture(params=FLAGS)
 def compiled(request, monkeypatch):
-    """Let the engine use the kernels with AMX, or those without."""
+    """Let the engine use the kernels for one kind of CPU."""
     if not HAS_KERNELS:
         pytest.skip("this CPU has no AVX-512")
     library = request.getfixturevalue("libraries")[request.param]
