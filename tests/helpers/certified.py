@@ -49,6 +49,14 @@ def vllm_server(python: str, model: Path, folder: Path, *options: str) -> Iterat
 
 
 @contextmanager
+def llama_server(binary: str, gguf: str, folder: Path, *options: str) -> Iterator[str]:
+    """llama.cpp's server with 32-bit keys and values; URL. folder: for its log."""
+    sizes = ["--ctx-size", "8192", "--parallel", "32", "-ctk", "f32", "-ctv", "f32"]
+    with _served([binary, "--model", gguf, *sizes, *options], folder / "llama.log") as url:
+        yield url
+
+
+@contextmanager
 def _served(command: list[str | Path], log: Path) -> Iterator[str]:
     """Start a server at a free port, without a network or a GPU; URL."""
     port = pick_port("127.0.0.1", 0)

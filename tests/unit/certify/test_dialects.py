@@ -95,6 +95,26 @@ def test_ids_are_read_from_texts_of_tokens_where_an_older_server_writes_them_so(
     assert features.ids_out and answers[0].ids == [7, 8]
 
 
+@pytest.mark.parametrize("processed", [False, True])
+def test_ids_are_read_from_the_rows_of_log_probabilities_of_llama_cpp(processed):
+    """processed: with `post_sampling_probs` it gives probabilities, 0 for a token that a sampler removed."""
+
+    said = [("prob", 0.5), ("prob", 0.0)] if processed else [("logprob", -0.5), ("logprob", -3e38)]
+
+    def llama_cpp(path, body):
+        status, answer = vllm(path, {k: v for k, v in (body or {}).items() if k != "return_token_ids"})
+        for choice in answer.get("choices", []):
+            if "logprobs" in choice:
+                rows = [{"id": 7 + n, "token": "a", name: value} for n, (name, value) in enumerate(said)]
+                choice["logprobs"] = {"content": rows}
+        return status, answer
+
+    features, answers, _ = open_and_sample(llama_cpp)
+    assert features.missing() == ["reports no acceptance"]
+    assert answers[0].ids == [7, 8]
+    assert np.allclose(answers[0].logprobs, [np.log(0.5), -np.inf] if processed else [-0.5, -3e38])
+
+
 def text_only(path, body):
     """As transformers' server: unknown fields and ids are refused."""
     if path == "/v1/models":
