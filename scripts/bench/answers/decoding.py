@@ -162,19 +162,36 @@ def drafts_pay(r: Any) -> str:
     adaptive = [value for _, value in ratios.values()]
     goals = [goal(min(one) >= 1.3, f"1.3 at batch 1 (lowest: {min(one):.2f})")] if one else []
     goals += [goal(min(four) >= 1.1, f"1.1 at batch 4 (lowest: {min(four):.2f})")] if four else []
-    goals.append(goal(min(adaptive) >= 0.99, f"adaptive never below .99 (lowest: {min(adaptive):.2f})"))
+    goals.append(goal(min(adaptive) >= 0.99, f"adaptive never below .99 (lowest: {min(adaptive):.3f})"))
     head = ["batch", "temperature", "best gamma, over none", "adaptive, over none", "acceptance by depth"]
     return table([*head, "acceptance that this gamma needs"], rows) + "\n\n" + " ".join(goals)
 
 
 def drafts_pay_in_brief(r: Any) -> str:
     """Report a real model's speed with the best gamma over no drafts, at batch 1 and 4."""
-    texts = []
-    for batch in (1, 4):
-        rows = [row for cell, row in r["results"].items() if cell.endswith(f", batch {batch}")]
-        gains = [gain for _, gain in map(_best_gamma, rows)]
-        texts.append(f"{min(gains):.2f}x to {max(gains):.2f}x at batch {batch}")
-    return ", ".join(texts)
+    return ", ".join(f"{_range(_best_gains(r, batch), 'x')} at batch {batch}" for batch in (1, 4))
+
+
+def drafts_pay_by_batch(r: Any) -> str:
+    """Report a real model's speed over no drafts at each batch, by the best gamma and adaptive drafts."""
+    best, adaptive = [], []
+    for batch in r["config"]["batches"]:
+        best.append(f"{_range(_best_gains(r, batch))} at batch {batch}")
+        adaptive.append(_range([row["over none"]["adaptive"] for row in _cells_of(r, batch)]))
+    return f"{', '.join(best)} (adaptive: {', '.join(adaptive)})"
+
+
+def _cells_of(r: Any, batch: int) -> list[Any]:
+    return [row for cell, row in r["results"].items() if cell.endswith(f", batch {batch}")]
+
+
+def _best_gains(r: Any, batch: int) -> list[float]:
+    """Return the speed of the best gamma over no drafts, for each temperature."""
+    return [_best_gamma(row)[1] for row in _cells_of(r, batch)]
+
+
+def _range(values: list[float], unit: str = "") -> str:
+    return f"{min(values):.2f}{unit} to {max(values):.2f}{unit}"
 
 
 def _best_gamma(row: Any) -> tuple[str, float]:
