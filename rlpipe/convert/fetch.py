@@ -64,7 +64,7 @@ def fetch(release: Release, out: Path | None = None, *, force: bool = False, rep
             convert(gguf, partial)
         _compare(partial / "model.safetensors", release.weights_sha256, "the converted weights")
 
-        report("checking perplexity and a greedy answer")
+        report("checking tokens, perplexity and a greedy answer")
         check(partial, release)
         add_mtp_layer(partial, release, report)
         files = {file.name: sha256(file) for file in sorted(partial.iterdir())}
@@ -99,6 +99,7 @@ def _sources(release: Release) -> dict[str, Any]:
         "name": release.name,
         "requirement": release.requirement,
         "weights_sha256": release.weights_sha256,
+        "tokens": [release.tokens[0], list(release.tokens[1])],
         "mtp_layer_sha256": sha256(layer) if layer else None,
         "draft_vocab_sha256": sha256(table) if table else None,
     }
@@ -134,10 +135,10 @@ def add_mtp_layer(directory: Path, release: Release, report: Report) -> None:
 
 
 def check(directory: Path, release: Release) -> None:
-    """Check a checkpoint's perplexities and greedy answer, in float32, against those of the release.
+    """Check a checkpoint's tokens, float32 perplexities and greedy answer against those of the release.
 
     Raises:
-        ValueError: a perplexity or the greedy answer differs.
+        ValueError: a token, a perplexity or the greedy answer differs.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -147,6 +148,13 @@ def check(directory: Path, release: Release) -> None:
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    text, known = release.tokens
+    if (ids := tokenizer.encode(text, add_special_tokens=False)) != list(known):
+        raise ValueError(
+            f"the converted tokenizer makes {ids} of {text!r}, not {list(known)}: the conversion went wrong "
+            f"with this transformers. {_tested()}"
+        )
 
     for text, perplexity in release.perplexities:
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])

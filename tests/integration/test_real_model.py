@@ -6,8 +6,10 @@ temporary folder, once for all tests.
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.convert.fetch import MANIFEST, fetch, is_complete, sha256
+from rlpipe.convert.fetch import MANIFEST, check, fetch, is_complete, sha256
 from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, has_mtp, read_config, read_weights
@@ -51,6 +53,12 @@ def test_the_fetched_model_has_the_pinned_weights_and_a_second_call_leaves_it_al
     assert sha256(smollm2 / "model.safetensors") == RELEASE.weights_sha256
     assert fetch(RELEASE, smollm2, report=lines.append) == smollm2
     assert (smollm2 / MANIFEST).stat().st_mtime_ns == before and len(lines) == 1
+
+
+def test_a_tokenizer_with_other_tokens_than_the_released_one_is_refused(smollm2):
+    text, ids = RELEASE.tokens
+    with pytest.raises(ValueError, match=f"makes .*, not {re.escape(str([*ids, 0]))}: the conversion"):
+        check(smollm2, replace(RELEASE, tokens=(text, (*ids, 0))))
 
 
 def test_the_fetched_model_is_complete_for_engines_and_trainer(smollm2):
