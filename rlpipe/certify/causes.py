@@ -189,7 +189,8 @@ def _logprobs(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | Non
         text="log-probabilities are those of the model at temperature 1, not those of the samples."
         if before
         else "log-probabilities differ from the reference by more than rounding.",
-        hint="ask for processed log-probabilities (vLLM: --logprobs-mode processed_logprobs)."
+        hint="ask for processed log-probabilities (vLLM: --logprobs-mode processed_logprobs; llama.cpp: "
+        "post_sampling_probs=true in every request)."
         if before
         else "check that they belong to the sampled tokens and the weights that sampled them.",
         explains=(LOGPROBS,),

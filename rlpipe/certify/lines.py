@@ -224,37 +224,35 @@ class Judge:
         )
 
     def log_probabilities(self) -> Line:
-        """Compare reported log-probabilities with the reference, at the second temperature."""
+        """Compare reported log-probabilities with the reference, at each temperature."""
         question = "Are log-probabilities those of the distribution that was sampled?"
-        at = [one for one in self.evidence.samples if one.rows is not None]
-        reported = np.concatenate([one.logprobs[~np.isnan(one.logprobs)] for one in at]) if at else []
-        if not len(reported):
+        reported = [one for one in self.evidence.samples if not np.isnan(one.logprobs).all()]
+        at = [one for one in reported if one.rows is not None]
+        if not at:
             lacks = "token ids" if self.evidence.features.logprobs else "log-probabilities"
             return _not_judged(LOGPROBS, question, f"the server returns no {lacks}")
 
         # A common fault is to report log-probabilities without the temperature, which are right only at 1.
-        after, moved = _compare(at, "after")
-        second = [one for one in at if one.temperature != 1.0]
-        before, _ = _compare(second, "before")
-
-        # Rounding to the server's dtype changes a value by about `moved`.
-        bounds = 3 * float(np.median(moved)) + 1e-4, 5 * float(np.quantile(moved, 0.99)) + 1e-3
-        fits = _within(after, bounds)
-        is_before = not fits and len(before) > 0 and _within(before, bounds)
+        # Most samples are of that temperature, so each is judged by itself.
+        by_temperature: dict[float, list[Samples]] = {}
+        for one in at:
+            by_temperature.setdefault(one.temperature, []).append(one)
+        after = [_Difference.of(some, "after") for some in by_temperature.values()]
+        before = [_Difference.of(some, "before") for some in by_temperature.values()]
+        worst = max(after, key=lambda difference: difference.excess)
+        fits = worst.excess <= 1
+        is_before = not fits and all(difference.excess <= 1 for difference in before)
 
         return Line(
             name=LOGPROBS,
             question=question,
             passed=fits,
-            seen=f"{len(after):,} values differ from the reference by {np.median(after):.2g} in the middle "
-            f"and {np.quantile(after, 0.99):.2g} at the 99th percentile"
+            seen=f"{worst.count:,} values differ from the reference by {worst.median:.2g} in the middle "
+            f"and {worst.p99:.2g} at the 99th percentile"
             + ("; those before temperature fit" if is_before else ""),
-            power=f"a shift of {bounds[0]:.2g} of half of them, or of {bounds[1]:.2g} of one in a hundred",
-            numbers={
-                "median": float(np.median(after)),
-                "p99": float(np.quantile(after, 0.99)),
-                "before_temperature": bool(is_before),
-            },
+            power=f"a shift of {worst.bounds[0]:.2g} of half of them, or of {worst.bounds[1]:.2g} of one in "
+            "a hundred",
+            numbers={"median": worst.median, "p99": worst.p99, "before_temperature": is_before},
         )
 
     def greedy(self) -> Line:
@@ -289,19 +287,42 @@ class Judge:
         )
 
 
-def _compare(samples: list[Samples], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return |reported - reference| of all tokens with a reported value, and the effect of rounding."""
-    differences, moved = [np.zeros(0)], [np.zeros(0)]
-    for one in samples:
-        assert one.rows is not None
-        known = ~np.isnan(one.logprobs)
-        differences.append(np.abs(one.logprobs - getattr(one.rows, name))[known])
-        moved.append(one.rows.moved_logprob[known])
-    return np.concatenate(differences), np.concatenate(moved)
+_FAR = 1e6
 
 
-def _within(differences: np.ndarray, bounds: tuple[float, float]) -> bool:
-    return bool(np.median(differences) <= bounds[0] and np.quantile(differences, 0.99) <= bounds[1])
+@dataclass(slots=True, kw_only=True)
+class _Difference:
+    """|reported - reference| of log-probabilities: median and 99th percentile, and the bounds of both."""
+
+    count: int
+    median: float
+    p99: float
+    bounds: tuple[float, float]
+
+    @classmethod
+    def of(cls, samples: list[Samples], name: str) -> _Difference:
+        """Compare all tokens with a reported value. name: of the reference's values in `Rows`."""
+        differences, moved = [], []
+        for one in samples:
+            assert one.rows is not None
+            known = ~np.isnan(one.logprobs)
+            apart = np.abs(one.logprobs - getattr(one.rows, name))[known]
+            differences.append(apart.clip(max=_FAR))  # a server that reports probability 0 is infinitely far
+            moved.append(one.rows.moved_logprob[known])
+
+        # Rounding to the server's dtype changes a value by about `moved`.
+        found, rounding = np.concatenate(differences), np.concatenate(moved)
+        return cls(
+            count=len(found),
+            median=float(np.median(found)),
+            p99=float(np.quantile(found, 0.99)),
+            bounds=(3 * float(np.median(rounding)) + 1e-4, 5 * float(np.quantile(rounding, 0.99)) + 1e-3),
+        )
+
+    @property
+    def excess(self) -> float:
+        """The larger ratio of a value to its bound."""
+        return max(self.median / self.bounds[0], self.p99 / self.bounds[1])
 
 
 def _ratio(pairs: np.ndarray) -> tuple[float, float]:

@@ -18,7 +18,7 @@
 | vllm_processed        | the same with `--logprobs-mode processed_logprobs`                               |
 | vllm_mtp              | the same, with one MTP draft                                                     |
 | llama_cpp             | llama.cpp's `llama-server` with its defaults: top-k, top-p and min-p             |
-| llama_cpp_all_tokens  | the same, with these switched off in every request                               |
+| llama_cpp_all_tokens  | the same, these switched off and probabilities after sampling in every request   |
 | llama_cpp_drafts      | as before, with three drafts by the same model                                   |
 
 Each server is certified by the command, in this process, with its defaults. Entries of OUT for servers that
@@ -64,7 +64,7 @@ FAULTS = {
     "transformers": ["no sampling"],
     "vllm": ["log-probabilities before temperature"],
     "vllm_mtp": ["later tokens"],
-    "llama_cpp": ["truncated"],
+    "llama_cpp": ["truncated", "log-probabilities before temperature"],
 }
 VLLM = {"vllm": [], "vllm_processed": ["--logprobs-mode", "processed_logprobs"]}
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
@@ -73,7 +73,7 @@ BY_DEFAULT = [*SGLANG, "transformers", "transformers_sampling"]
 LLAMA_CPP = ["llama_cpp", "llama_cpp_all_tokens", "llama_cpp_drafts"]
 SERVERS = [*BY_DEFAULT, *VLLM, *LLAMA_CPP]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
-ALL_TOKENS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+ALL_TOKENS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "post_sampling_probs": True}
 
 
 @contextmanager

@@ -48,9 +48,12 @@ class TextOnly(FaultyServer):
         return answers
 
 
-def certify(
-    fault="", *, seed=1, ties=False, samples=SAMPLES, answers=256, server=FaultyServer, with_power=False
-):
+def certify(*args, seed=1, with_power=False, **kwargs):
+    return judge(sampled(*args, seed=seed, **kwargs), alpha=ALPHA, seed=seed, with_power=with_power)
+
+
+def sampled(fault="", *, seed, ties=False, samples=SAMPLES, answers=256, server=FaultyServer):
+    """The evidence of a server with a fault."""
     model = MarkovModel.random(ties=ties)
     served = server(model, fault, seed=seed)
     if server is TextOnly:
@@ -65,7 +68,7 @@ def certify(
             own_draft=own_draft_of(model, seed + 100),
         )
     )
-    return judge(evidence, alpha=ALPHA, seed=seed, with_power=with_power)
+    return evidence
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -83,6 +86,24 @@ def test_a_right_server_is_certified_and_the_power_is_said():
     assert certificate.lines[0].numbers["power"] <= 0.2
     assert certificate.lines[1].numbers["power"] >= 0.95
     assert "No fault was found in the 7 lines" in as_text(certificate)
+
+
+def test_log_probabilities_before_temperature_are_found_where_rounding_moves_some_by_much():
+    """Two thirds of the values are of samples at temperature 1, where they are right."""
+    evidence = sampled("log-probabilities before temperature", seed=1)
+    for one in evidence.samples:
+        one.rows.moved_logprob[:] = 0
+        one.rows.moved_logprob[: len(one.tokens) // 20] = 5.0
+    assert [cause.name for cause in judge(evidence, alpha=ALPHA).causes] == [
+        "log-probabilities before temperature"
+    ]
+
+
+def test_a_sampled_token_whose_reported_probability_is_0_is_a_fault():
+    evidence = sampled(seed=1)
+    for one in evidence.samples:
+        one.logprobs[: len(one.logprobs) // 10] = float("-inf")
+    assert [cause.name for cause in judge(evidence, alpha=ALPHA).causes] == ["log-probabilities"]
 
 
 def test_argmax_ties_of_bfloat16_are_no_fault_and_other_tokens_are():
