@@ -68,9 +68,10 @@ def _argmax(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
 
 
 def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | None:
-    """Return a cause if the server cuts the distribution (top-p or top-k).
+    """Return a cause if the server cuts the distribution (top-p, top-k, min-p, or several of them).
 
-    Then no sampled token is beyond some cumulative probability or rank, although many are expected there.
+    Then no sampled token is beyond some cumulative probability or rank, or below some share of the likeliest
+    token's probability, although many are expected there.
     """
     if TAIL not in failed or TAIL in explained:
         return None
@@ -85,21 +86,29 @@ def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | No
     if (token < 0).any():
         return None
 
-    # The cut is at the last sampled token. Tokens beyond it were expected; frequencies within it are right.
+    # Each cut is at the last sampled token. Tokens beyond were expected; frequencies within are right.
     rank = rank_of[row, token]
-    by_rank, by_share = int(rank.max()) + 1, float(before[row, rank].max())
-    beyond = {"top-k": np.arange(probs.shape[1]) >= by_rank, "top-p": before > by_share}
-    name = min(beyond, key=lambda one: -float((ranked * beyond[one])[row].sum()))
-    missing = float((ranked * beyond[name])[row].sum())
-    kept = np.where(beyond[name], 0, ranked)
+    share = ranked / ranked[:, :1]
+    by_rank, by_share, by_ratio = (
+        int(rank.max()) + 1,
+        float(before[row, rank].max()),
+        float(share[row, rank].min()),
+    )
+    cuts = {
+        f"beyond the {by_rank} likeliest": np.broadcast_to(np.arange(probs.shape[1]) >= by_rank, probs.shape),
+        f"beyond the likeliest {by_share:.1%}": before > by_share,
+        f"less than {by_ratio:.1%} as likely as the likeliest": share < by_ratio,
+    }
+    limit = max(cuts, key=lambda one: float((ranked * cuts[one])[row].sum()))
+    missing = float((ranked * cuts[limit])[row].sum())
+    kept = np.where(np.logical_or.reduce(list(cuts.values())), 0, ranked)
     inside = Draws(probs=kept / kept.sum(1, keepdims=True), row=row, cell=rank)
     fits = inside.p_value(np.random.default_rng(judge.seed), max_simulations=1000) >= judge.each
     if missing < -np.log(judge.each) or not fits:
         return None
-    limit = f"{by_rank} likeliest" if name == "top-k" else f"likeliest {by_share:.1%}"
     return Cause(
         name="truncated",
-        text=f"no first token is beyond the {limit}, and {missing:.0f} were expected there: {name}, min-p or "
+        text=f"no first token is {limit}, and {missing:.0f} such were expected: top-k, top-p, min-p or "
         "another cut is on.",
         hint="send top_p=1, top_k=-1 (0 in transformers) and min_p=0, or change the server's defaults.",
         explains=(FIRST, TAIL, LATER, TEMPERATURE, LOGPROBS, ACCEPTANCE),

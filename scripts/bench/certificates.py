@@ -64,7 +64,7 @@ FAULTS = {
     "transformers": ["no sampling"],
     "vllm": ["log-probabilities before temperature"],
     "vllm_mtp": ["later tokens"],
-    "llama_cpp": ["truncated", "log-probabilities before temperature"],
+    "llama_cpp": ["truncated"],
 }
 VLLM = {"vllm": [], "vllm_processed": ["--logprobs-mode", "processed_logprobs"]}
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}

@@ -127,6 +127,10 @@ class FaultyServer:
             ranked = np.where(ranked.cumsum(1) - ranked < 0.95, ranked, 0)
         elif self.fault == "top-k left on":
             ranked[:, 10:] = 0
+        elif self.fault == "all cuts left on":  # llama.cpp's defaults, before temperature
+            plain = np.take_along_axis(softmax(self.model.served()[a, b], 1.0), order, 1)
+            kept = (plain.cumsum(1) - plain < 0.95) & (plain >= 0.05 * plain[:, :1])
+            ranked = np.where(kept, ranked, 0)
         elif self.fault == "second best at temperature 0" and temperature == 0:
             wrong = self.rng.random(len(ranked)) < 0.05
             ranked[wrong] = np.roll(ranked[wrong], 1, 1)
@@ -202,6 +206,7 @@ FAULTS = {  # fault: what the certificate must name it, and the line about it
     "stale draft": ("stale draft", "acceptance"),
     "top-p left on": ("truncated", "unlikely tokens"),
     "top-k left on": ("truncated", "unlikely tokens"),
+    "all cuts left on": ("truncated", "unlikely tokens"),
     "log-probabilities before temperature": ("log-probabilities before temperature", "log-probabilities"),
     "second best at temperature 0": ("greedy", "greedy"),
     "no sampling": ("no sampling", "first tokens"),

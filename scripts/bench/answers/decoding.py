@@ -292,7 +292,7 @@ def certificates(r: Any) -> str:
         "vllm_processed": "vLLM, `--logprobs-mode processed_logprobs`",
         "vllm_mtp": "the same, one MTP draft",
         "llama_cpp": "llama.cpp's `llama-server`",
-        "llama_cpp_all_tokens": "the same, top-k, top-p and min-p switched off",
+        "llama_cpp_all_tokens": "the same, asked for the whole distribution",
         "llama_cpp_drafts": "the same, three drafts by the same model",
     }
     rows = []
