@@ -129,8 +129,9 @@ def vllm(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
 @contextmanager
 def llama_cpp(args: Any, name: str, folder: Path) -> Iterator[list[str]]:
     """Return the command's arguments for llama.cpp's server."""
-    drafts = ["--spec-type", "draft-simple", "--model-draft", args.gguf, "--spec-draft-n-max", "3"]
-    options = drafts if name == "llama_cpp_drafts" else []
+    options = ["--ctx-size", "8192", "--parallel", "32", "-ctk", "f32", "-ctv", "f32"]
+    if name == "llama_cpp_drafts":
+        options += ["--spec-type", "draft-simple", "--model-draft", args.gguf, "--spec-draft-n-max", "3"]
     with llama_server(args.llama_server, args.gguf, folder, *options) as url:
         yield [url] if name == "llama_cpp" else [url, "--body", json.dumps(ALL_TOKENS)]
 

@@ -1,17 +1,22 @@
-"""How many tokens a second does a real model generate: embedded engine, transformers, SGLang on a CPU?
+"""How many tokens a second does a real model generate on a CPU, by engine?
 
-    python scripts/bench/generation_speed.py --model DIR --json OUT [--sglang] [--draft-vocab FILE]
+    python scripts/bench/generation_speed.py --model DIR --json OUT [--draft-vocab FILE]
+        [--sglang] [--llama-server PROGRAM --gguf FILE]
 
-Arms run in separate processes and take turns within a repeat (`rollout_speed`). Prompts are chat requests,
-sampled at temperature 1, and every answer has exactly --tokens tokens. The engine drafts if the checkpoint
-has an MTP layer. --sglang adds two arms: an SGLang server with the same settings and no drafts, stock and
-with rlpipe's plugin. If --plain-model is given, transformers and SGLang read it: a checkpoint with the same
-weights, in a layout that they know. The floor of a step at batch 1 is the time to read as many bytes as the
-target's weights have. The reading rate is measured in every repeat of the same run, and the best one counts.
+Compares the embedded engine with transformers and, if named, SGLang and llama.cpp. Arms run in separate
+processes and take turns within a repeat (`rollout_speed`). Prompts are chat requests, sampled at temperature
+1, and every answer has exactly --tokens tokens. The engine drafts if the checkpoint has an MTP layer.
+--sglang adds two arms: an SGLang server with the same settings and no drafts, stock and with rlpipe's plugin.
+--llama-server adds llama.cpp's server with a slot for each request of the batch; --gguf is the same model in
+the same format, as its convert_hf_to_gguf.py writes it. If --plain-model is given, transformers and SGLang
+read it: a checkpoint with the same weights, in a layout that they know. The floor of a step at batch 1 is the
+time to read as many bytes as the target's weights have. The reading rate is measured in every repeat of the
+same run, and the best one counts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import sys
 import tempfile
@@ -24,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+import httpx  # noqa: E402
 import torch  # noqa: E402
 from harness import ArmProcess, bench_parser, load_average, paired_ratio, provenance, write_result  # noqa: E402
 from rollout_speed import EngineArm, TransformersArm, Workload, decode_in_turns, start_arms, summary, total  # noqa: E402
@@ -36,6 +42,8 @@ from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 from rlpipe.models.checkpoint import has_mtp, is_mtp_weight, read_config, read_weights  # noqa: E402
 from rlpipe.rollout.chat import ChatFormat  # noqa: E402
 from rlpipe.rollout.embedded.huge_pages import HugePages  # noqa: E402
+from rlpipe.types import SpecCounts  # noqa: E402
+from tests.helpers.certified import llama_server  # noqa: E402
 
 TOPICS = ("the sea", "a bicycle", "bread", "winter", "a lost key", "music", "a small town", "the moon")
 REQUESTS = ("Write three sentences about {}.", "Explain {} to a child.", "Tell a short story about {}.")
@@ -78,6 +86,45 @@ class ServerArm(EngineArm):
         self._folder.cleanup()
 
 
+class LlamaArm:
+    """llama.cpp's server with a slot for each request of the batch, and no cut of the distribution."""
+
+    def __init__(self, program: str, gguf: Path, batch: int, threads: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        sizes = ["--ctx-size", str(512 * batch), "--parallel", str(batch), "--threads", str(threads)]
+        self._served = llama_server(program, str(gguf), Path(self._folder.name), *sizes)
+        self._url = self._served.__enter__()
+
+    def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:
+        """Return the number of generated tokens, and no acceptance."""
+        whole = {
+            "temperature": work.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "cache_prompt": False,
+        }
+        body = {"n_predict": work.max_new_tokens, "ignore_eos": True, "return_tokens": True, **whole}
+
+        async def answer_all() -> list[int]:
+            async with httpx.AsyncClient(base_url=self._url, timeout=600, trust_env=False) as client:
+                posts = [
+                    client.post("/completion", json={"prompt": t[0], **body}) for t in work.conversations
+                ]
+                return [
+                    len(done.raise_for_status().json()["tokens"]) for done in await asyncio.gather(*posts)
+                ]
+
+        counts = asyncio.run(answer_all())
+        assert set(counts) == {work.max_new_tokens}, f"llama.cpp answered with {counts} tokens"
+        return sum(counts), []
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._served.__exit__(None, None, None)
+        self._folder.cleanup()
+
+
 class ReadArm:
     """An arm that reads as many bytes as a model's weights have, and returns bytes per second."""
 
@@ -114,6 +161,8 @@ def main() -> int:
     parser.add_argument("--draft-vocab", default="", help="as spec.draft_vocab")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--sglang", action="store_true", help="also SGLang's CPU server")
+    parser.add_argument("--llama-server", default="", help="llama.cpp's program of this name")
+    parser.add_argument("--gguf", type=Path, help="the model, as its convert_hf_to_gguf.py writes it")
     parser.add_argument("--plain-model", type=Path, help="for transformers and SGLang, if another")
     args = parser.parse_args()
 
@@ -135,6 +184,8 @@ def main() -> int:
         if args.sglang:
             for name, plugin in {"sglang": False, "sglang with plugin": True}.items():
                 arms[name] = partial(ServerArm, plain, batch, args.threads, args.dtype, plugin=plugin)
+        if args.llama_server:
+            arms["llama.cpp"] = partial(LlamaArm, args.llama_server, args.gguf, batch, args.threads)
 
         work = chat_workload(args.model, max(batch, 2), tokens=args.tokens, temperature=1.0)
         running = start_arms(arms, args.threads)
@@ -156,7 +207,7 @@ def main() -> int:
 
     floor = 1e3 * size / max(rates)
     report = {
-        "question": "tokens per second of a real model: embedded engine, transformers, SGLang on a CPU",
+        "question": "tokens per second of a real model on a CPU, by engine",
         **provenance(args, load, packages=("torch", "transformers")),
         "floor": {"bytes": size, "gb_per_s": round(max(rates) / 1e9, 1), "ms_per_step": round(floor, 2)},
         "results": results,

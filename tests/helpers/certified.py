@@ -49,10 +49,9 @@ def vllm_server(python: str, model: Path, folder: Path, *options: str) -> Iterat
 
 
 @contextmanager
-def llama_server(binary: str, gguf: str, folder: Path, *options: str) -> Iterator[str]:
-    """llama.cpp's server with 32-bit keys and values; URL. folder: for its log."""
-    sizes = ["--ctx-size", "8192", "--parallel", "32", "-ctk", "f32", "-ctv", "f32"]
-    with _served([binary, "--model", gguf, *sizes, *options], folder / "llama.log") as url:
+def llama_server(program: str, gguf: str, folder: Path, *options: str) -> Iterator[str]:
+    """llama.cpp's server; URL. folder: for its log."""
+    with _served([program, "--model", gguf, *options], folder / "llama.log") as url:
         yield url
 
 

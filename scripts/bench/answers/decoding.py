@@ -204,7 +204,9 @@ def generation_speed(r: Any) -> str:
     """Tabulate tokens per second of a real model, by engine."""
     names = {name for row in r["results"].values() for name in row["arms"]}
     arms = [
-        name for name in ("none", "drafts", "transformers", "sglang", "sglang with plugin") if name in names
+        name
+        for name in ("none", "drafts", "transformers", "sglang", "sglang with plugin", "llama.cpp")
+        if name in names
     ]
     rows = [
         [cell.removeprefix("batch "), *(row["arms"].get(arm, {}).get("tokens_per_s", "") for arm in arms)]
@@ -215,6 +217,9 @@ def generation_speed(r: Any) -> str:
     if "sglang" in names:
         against = [row["ratios"]["none / sglang"] for row in r["results"].values()]
         text += " none / SGLang: " + ", ".join(f"{ratio:.2f}" for ratio in against) + "."
+    if "llama.cpp" in names:
+        against = [row["ratios"]["none / llama.cpp"] for row in r["results"].values()]
+        text += " none / llama.cpp: " + ", ".join(f"{ratio:.2f}" for ratio in against) + "."
     floor = r["floor"]
     first = next(iter(r["results"].values()))["ms_per_step_none"]
     return (
