@@ -65,6 +65,7 @@ FAULTS = {
     "vllm": ["log-probabilities before temperature"],
     "vllm_mtp": ["later tokens"],
     "llama_cpp": ["truncated"],
+    "llama_cpp_drafts": ["log-probabilities"],
 }
 VLLM = {"vllm": [], "vllm_processed": ["--logprobs-mode", "processed_logprobs"]}
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
