@@ -272,9 +272,7 @@ class Server:
         cls, client: SglangClient, url: str, probe: Prompt, *, name: str, extra: Mapping[str, Any]
     ) -> Server:
         """Return a server that uses OpenAI's dialect, with the features that are visible in its answers."""
-        listed = await _first_model(client)
-        if not (model := name or str(listed.get("id") or "")):
-            raise ValueError("/v1/models lists no model: give --name, the model of requests.")
+        model = name or await _first_model(client)
 
         # Try completions first: they accept ids, or a text without a chat template.
         for chat in (False, True):
@@ -293,13 +291,17 @@ class Server:
         for feature in ("ignore_eos", "ids_in", "logprobs", "ids_out"):
             if feature == "ids_in" and chat:  # the ids of the rendered chat template are known
                 continue
-            if feature == "ignore_eos" and listed.get("owned_by") == "llamacpp":
-                continue  # llama.cpp forbids the end token then, which is another distribution
             tried = OpenAI(model=model, chat=chat, requested=frozenset({*requested, feature}), extra=extra)
             answers = await _try(client, tried, probe)
             if not isinstance(answers, str) and _shows(feature, answers):
                 requested.add(feature)
                 setattr(features, feature, True)
+
+                # A server whose rows of log-probabilities have ids is llama.cpp's. If told to ignore the end
+                # token, it forbids this token, which is another distribution.
+                if feature == "logprobs" and all(answer.ids for answer in answers):
+                    requested.discard("ignore_eos")
+                    features.ignore_eos = False
 
         # Older versions of vLLM return ids only as token texts.
         dialect = OpenAI(model=model, chat=chat, requested=frozenset(requested), extra=extra)
@@ -364,14 +366,13 @@ def _shows(feature: str, answers: Sequence[Answer]) -> bool:
     return bool(answers)  # visible only in that the server accepted the request
 
 
-async def _first_model(client: SglangClient) -> Mapping[str, Any]:
-    """Return the first model of a server's list, or nothing. Raises ValueError without a server."""
+async def _first_model(client: SglangClient) -> str:
     try:
-        return dict((await client.read("/v1/models"))["data"][0])
+        return str((await client.read("/v1/models"))["data"][0]["id"])
     except ServerUnreachable as error:
         raise ValueError(f"{error}: start the server, or check the address.") from None
     except (ServerError, KeyError, IndexError, TypeError, ValueError):
-        return {}
+        raise ValueError("/v1/models lists no model: give --name, the model of requests.") from None
 
 
 def served_dtype(reported: str, stored: str) -> str:
