@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -89,19 +90,18 @@ def _truncated(judge: Judge, failed: _Failed, explained: set[str]) -> Cause | No
     # Each cut is at the last sampled token. Tokens beyond were expected; frequencies within are right.
     rank = rank_of[row, token]
     share = ranked / ranked[:, :1]
-    by_rank, by_share, by_ratio = (
-        int(rank.max()) + 1,
-        float(before[row, rank].max()),
-        float(share[row, rank].min()),
-    )
+    by_rank = int(rank.max()) + 1
+    by_sum = float(before[row, rank].max())
+    by_share = float(share[row, rank].min())
     cuts = {
-        f"beyond the {by_rank} likeliest": np.broadcast_to(np.arange(probs.shape[1]) >= by_rank, probs.shape),
-        f"beyond the likeliest {by_share:.1%}": before > by_share,
-        f"less than {by_ratio:.1%} as likely as the likeliest": share < by_ratio,
+        f"beyond the {by_rank} likeliest": np.arange(probs.shape[1]) >= by_rank,
+        f"beyond the likeliest {by_sum:.1%}": before > by_sum,
+        f"less than {by_share:.1%} as likely as the likeliest": share < by_share,
     }
-    limit = max(cuts, key=lambda one: float((ranked * cuts[one])[row].sum()))
-    missing = float((ranked * cuts[limit])[row].sum())
-    kept = np.where(np.logical_or.reduce(list(cuts.values())), 0, ranked)
+    expected = {limit: float((ranked * cut)[row].sum()) for limit, cut in cuts.items()}
+    limit, missing = max(expected.items(), key=lambda one: one[1])
+
+    kept = np.where(reduce(np.logical_or, cuts.values()), 0, ranked)
     inside = Draws(probs=kept / kept.sum(1, keepdims=True), row=row, cell=rank)
     fits = inside.p_value(np.random.default_rng(judge.seed), max_simulations=1000) >= judge.each
     if missing < -np.log(judge.each) or not fits:

@@ -22,6 +22,7 @@ FIRST, TAIL, LATER = "first tokens", "unlikely tokens", "later tokens"
 TEMPERATURE, ACCEPTANCE = "temperature", "acceptance"
 LOGPROBS, GREEDY = "log-probabilities", "greedy"
 STATISTICAL = (FIRST, TAIL, LATER, TEMPERATURE, ACCEPTANCE)
+_FAR = 1e6  # instead of an infinite difference, where a server reports the probability 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,19 +227,15 @@ class Judge:
     def log_probabilities(self) -> Line:
         """Compare reported log-probabilities with the reference, at each temperature."""
         question = "Are log-probabilities those of the distribution that was sampled?"
-        reported = [one for one in self.evidence.samples if not np.isnan(one.logprobs).all()]
-        at = [one for one in reported if one.rows is not None]
-        if not at:
+        groups = [self._with_logprobs(temperature) for temperature in (1.0, self.evidence.temperature)]
+        if not any(groups):
             lacks = "token ids" if self.evidence.features.logprobs else "log-probabilities"
             return _not_judged(LOGPROBS, question, f"the server returns no {lacks}")
 
         # A common fault is to report log-probabilities without the temperature, which are right only at 1.
         # Most samples are of that temperature, so each is judged by itself.
-        by_temperature: dict[float, list[Samples]] = {}
-        for one in at:
-            by_temperature.setdefault(one.temperature, []).append(one)
-        after = [_Difference.of(some, "after") for some in by_temperature.values()]
-        before = [_Difference.of(some, "before") for some in by_temperature.values()]
+        after = [_Difference.of(group, "after") for group in groups if group]
+        before = [_Difference.of(group, "before") for group in groups if group]
         worst = max(after, key=lambda difference: difference.excess)
         fits = worst.excess <= 1
         is_before = not fits and all(difference.excess <= 1 for difference in before)
@@ -254,6 +251,11 @@ class Judge:
             "a hundred",
             numbers={"median": worst.median, "p99": worst.p99, "before_temperature": is_before},
         )
+
+    def _with_logprobs(self, temperature: float) -> list[Samples]:
+        """Return the samples at a temperature that have a reference and a reported log-probability."""
+        samples = [one for one in self.evidence.at(temperature) if one.rows is not None]
+        return [one for one in samples if not np.isnan(one.logprobs).all()]
 
     def greedy(self) -> Line:
         """Test that tokens at temperature 0 are the argmax, or differ from it by no more than rounding."""
@@ -287,9 +289,6 @@ class Judge:
         )
 
 
-_FAR = 1e6
-
-
 @dataclass(slots=True, kw_only=True)
 class _Difference:
     """|reported - reference| of log-probabilities: median and 99th percentile, and the bounds of both."""
@@ -307,15 +306,15 @@ class _Difference:
             assert one.rows is not None
             known = ~np.isnan(one.logprobs)
             apart = np.abs(one.logprobs - getattr(one.rows, name))[known]
-            differences.append(apart.clip(max=_FAR))  # a server that reports probability 0 is infinitely far
+            differences.append(apart.clip(max=_FAR))
             moved.append(one.rows.moved_logprob[known])
 
         # Rounding to the server's dtype changes a value by about `moved`.
-        found, rounding = np.concatenate(differences), np.concatenate(moved)
+        difference, rounding = np.concatenate(differences), np.concatenate(moved)
         return cls(
-            count=len(found),
-            median=float(np.median(found)),
-            p99=float(np.quantile(found, 0.99)),
+            count=len(difference),
+            median=float(np.median(difference)),
+            p99=float(np.quantile(difference, 0.99)),
             bounds=(3 * float(np.median(rounding)) + 1e-4, 5 * float(np.quantile(rounding, 0.99)) + 1e-3),
         )
 

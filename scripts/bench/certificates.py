@@ -53,7 +53,13 @@ from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.models.checkpoint import read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from tests.helpers.certified import address, llama_server, transformers_server, vllm_server  # noqa: E402
+from tests.helpers.certified import (  # noqa: E402
+    LLAMA_ALL_TOKENS,
+    address,
+    llama_server,
+    transformers_server,
+    vllm_server,
+)
 from tests.helpers.sglang import only_mtp, perturbed  # noqa: E402
 
 SGLANG = {"plain": "none", "stock": "rejection", "stock_greedy": "target_only", "plugin": "rejection"}
@@ -74,7 +80,7 @@ BY_DEFAULT = [*SGLANG, "transformers", "transformers_sampling"]
 LLAMA_CPP = ["llama_cpp", "llama_cpp_all_tokens", "llama_cpp_drafts"]
 SERVERS = [*BY_DEFAULT, *VLLM, *LLAMA_CPP]
 SAMPLING = {"generation_config": json.dumps({"do_sample": True, "top_k": 0})}
-ALL_TOKENS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "post_sampling_probs": True}
+ALL_TOKENS = {**LLAMA_ALL_TOKENS, "post_sampling_probs": True}
 
 
 @contextmanager

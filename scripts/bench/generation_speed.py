@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from rlpipe.models.checkpoint import has_mtp, is_mtp_weight, read_config, read_w
 from rlpipe.rollout.chat import ChatFormat  # noqa: E402
 from rlpipe.rollout.embedded.huge_pages import HugePages  # noqa: E402
 from rlpipe.types import SpecCounts  # noqa: E402
-from tests.helpers.certified import llama_server  # noqa: E402
+from tests.helpers.certified import LLAMA_ALL_TOKENS, llama_server  # noqa: E402
 
 TOPICS = ("the sea", "a bicycle", "bread", "winter", "a lost key", "music", "a small town", "the moon")
 REQUESTS = ("Write three sentences about {}.", "Explain {} to a child.", "Tell a short story about {}.")
@@ -90,30 +91,21 @@ class LlamaArm:
     """llama.cpp's server with a slot for each request of the batch, and no cut of the distribution."""
 
     def __init__(self, program: str, gguf: Path, batch: int, threads: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
         sizes = ["--ctx-size", str(512 * batch), "--parallel", str(batch), "--threads", str(threads)]
-        self._served = llama_server(program, str(gguf), Path(self._folder.name), *sizes)
-        self._url = self._served.__enter__()
+        self._open = ExitStack()
+        folder = self._open.enter_context(tempfile.TemporaryDirectory())
+        self._url = self._open.enter_context(llama_server(program, str(gguf), Path(folder), *sizes))
 
     def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:
         """Return the number of generated tokens, and no acceptance."""
-        whole = {
-            "temperature": work.temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "cache_prompt": False,
-        }
-        body = {"n_predict": work.max_new_tokens, "ignore_eos": True, "return_tokens": True, **whole}
+        body = {"n_predict": work.max_new_tokens, "temperature": work.temperature, **LLAMA_ALL_TOKENS}
+        body |= {"ignore_eos": True, "return_tokens": True, "cache_prompt": False}
 
         async def answer_all() -> list[int]:
             async with httpx.AsyncClient(base_url=self._url, timeout=600, trust_env=False) as client:
-                posts = [
-                    client.post("/completion", json={"prompt": t[0], **body}) for t in work.conversations
-                ]
-                return [
-                    len(done.raise_for_status().json()["tokens"]) for done in await asyncio.gather(*posts)
-                ]
+                requests = [{"prompt": turns[0], **body} for turns in work.conversations]
+                answers = await asyncio.gather(*(client.post("/completion", json=one) for one in requests))
+                return [len(answer.raise_for_status().json()["tokens"]) for answer in answers]
 
         counts = asyncio.run(answer_all())
         assert set(counts) == {work.max_new_tokens}, f"llama.cpp answered with {counts} tokens"
@@ -121,8 +113,7 @@ class LlamaArm:
 
     def close(self) -> None:
         """Stop the server."""
-        self._served.__exit__(None, None, None)
-        self._folder.cleanup()
+        self._open.close()
 
 
 class ReadArm:

@@ -19,6 +19,7 @@ from rlpipe.rollout.sglang.server import pick_port
 from tests.helpers.cli import ROOT
 
 START_SECONDS = 180
+LLAMA_ALL_TOKENS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # switches off what llama.cpp cuts by default
 
 
 def address(engine: SglangEngine) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
     ],
 )
 def test_a_number_and_line_breaks_are_divided_as_the_file_says(tokenizer, division, number, line_breaks):
-    """Of a text with two spaces, or two line breaks; tokens are written with _ and ; for them."""
+    """Two spaces and two line breaks stand before what follows; tokens are written with _ and ; for them."""
     correct_byte_level(tokenizer, division)
     for text, wanted in (("a  1234", number), ("a\n\nb", f"{line_breaks} b")):
         tokens = tokenizer.encode(text).tokens
